@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import numpy.typing as npt
-
 from recoup.solver.held import Op
 
 
@@ -75,11 +72,3 @@ class Label:
     shared_bytes: tuple[int, ...] = ()
     after_saved_bytes: int = 0
     pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-    def forward_bytes(self, holds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns forward's peak above what segments before it hold, for each number of bits of what these hold."""
-        found = np.zeros_like(holds)
-        for most, alive in self.forward:
-            held = sum((size * ((holds & bit) != 0) for bit, size in alive if bit), start=np.zeros_like(holds))
-            np.maximum(found, most - held, out=found)
-        return found

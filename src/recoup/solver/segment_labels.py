@@ -24,10 +24,14 @@ from recoup.thresholds import MOST_TRIES
 _MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
 
 
-class LabelMaker:
-    """Makes the labels of the segments of one problem, each once."""
+Hulls = dict[Segment, list[tuple[Held, int]]]
+"""Corners of segments' hulls, each with the bytes of `_rebuild_bytes`."""
 
-    def __init__(self, problem: HeldProblem) -> None:
+
+class LabelMaker:
+    """Makes the labels of the segments of one problem, each once; `hulls`: those known of this and other problems."""
+
+    def __init__(self, problem: HeldProblem, hulls: Hulls | None = None) -> None:
         self.problem = problem
         self._maker = {v: i for i, op in enumerate(problem.ops) for v in op.outputs}
         self._ends = (*problem.places[1:], len(problem.ops))
@@ -35,16 +39,17 @@ class LabelMaker:
         for i, op in enumerate(problem.ops):
             for value in op.inputs:
                 self._readers.setdefault(value, []).append(self._interval(i))
-        self._first_saved: dict[int, int] = {}
+        first_saved: dict[int, int] = {}
         self._savers: dict[int, list[int]] = {}
         for i, values in enumerate(problem.saves):
             for value in values:
                 if value in self._maker:
-                    self._first_saved.setdefault(value, i)
+                    first_saved.setdefault(value, i)
                     self._savers.setdefault(value, []).append(self._interval(i))
         self._bare = np.array(problem.bare_bytes, dtype=np.int64)
-        self.alive = AliveInCode(problem, self._first_saved, self._maker)
-        self._hulls: dict[Segment, list[tuple[Held, int]]] = {}
+        self.alive = AliveInCode(problem, first_saved, self._maker)
+        self._first_saved = {value: self._interval(at) for value, at in first_saved.items()}  # in which interval
+        self._hulls: Hulls = {} if hulls is None else hulls
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
 
@@ -108,7 +113,7 @@ class LabelMaker:
         backward = self.backward_bytes(i, j)
         labels = []
         if j == i + 1:
-            own = [v for v in self._saved_in(i) if self._first_saved_in(v) == i]
+            own = [v for v in self._saved_in(i) if self._first_saved.get(v, -1) == i]
             labels.append(
                 Label(
                     held=None,
@@ -275,7 +280,7 @@ class LabelMaker:
         """Returns the bytes that are saved in interval `i` and before, by where a segment begins that drops them."""
         found = [0] * i
         for value in self._saved_in(i):
-            if 0 <= self._first_saved_in(value) < i:
+            if 0 <= self._first_saved.get(value, -1) < i:
                 reader = self._reader_before(value, i)
                 left = [] if reader is None or not self._is_left(value, reader) else [reader]
                 for begin in (*range(self._interval(self._maker[value]) + 1), *left):
@@ -288,12 +293,8 @@ class LabelMaker:
 
     def _beside_bytes(self, values: Iterable[int], i: int) -> int:
         """Returns the bytes of held values that plain backward from interval `i` on does not count as saved."""
-        return sum(self.problem.value_bytes[v] for v in values if self._first_saved_in(v) < i)
-
-    def _first_saved_in(self, value: int) -> int:
-        """Returns the interval in which autograd saves a value first, -1 if in none."""
-        at = self._first_saved.get(value)
-        return -1 if at is None else self._interval(at)
+        sizes, first = self.problem.value_bytes, self._first_saved
+        return sum([sizes[v] for v in values if first.get(v, -1) < i])
 
     def _interval(self, op: int) -> int:
         return bisect.bisect_right(self.problem.places, op) - 1
@@ -321,11 +322,16 @@ def _rebuild_bytes(ops: Sequence[Op], sizes: Sequence[int], rerun: Sequence[int]
     made: set[int] = set()
     alive, most = 0, 0
     for at in rerun:
-        outputs = [v for v in ops[at].outputs if v not in ops[at].draws]
-        made.update(outputs)
-        alive += sum(sizes[v] for v in outputs)
+        op = ops[at]
+        outputs = [v for v in op.outputs if v not in op.draws] if op.draws else op.outputs
+        for value in outputs:
+            made.add(value)
+            alive += sizes[value]
         most = max(most, alive)
-        gone = [v for v in outputs if v not in last]
-        gone += [v for v in ops[at].inputs if last[v] == at and v in made]
-        alive -= sum(sizes[v] for v in gone if v not in wanted)
+        for value in outputs:
+            if value not in last and value not in wanted:
+                alive -= sizes[value]
+        for value in op.inputs:
+            if last[value] == at and value in made and value not in wanted:
+                alive -= sizes[value]
     return most

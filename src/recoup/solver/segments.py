@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recoup.solver.held_problem import HeldProblem, Label
-from recoup.solver.segment_labels import LabelMaker
+from recoup.solver.segment_labels import Hulls, LabelMaker
 from recoup.thresholds import NEGLIGIBLE_SHARE
 
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)  # of segments, in intervals
@@ -91,25 +91,42 @@ class _Rows:
     """The labels of one segment as arrays, a row each.
 
     Attributes:
-        held, backward, after_saved: bytes, in one column. bare: forward's, where no segment before holds anything.
+        held, backward, after_saved: bytes, in one column.
         shared: bytes, a column for each place where the segment before may begin.
         seconds, holds: as those of labels. saves: whether one saves what autograd saves.
+        bits, most, alive, starts: what labels say of forward, a row each: bytes, and of each bit those that it takes
+            away; where the rows of each label start.
     """
 
     labels: list[Label]
     held: npt.NDArray[np.int64]
     backward: npt.NDArray[np.int64]
     after_saved: npt.NDArray[np.int64]
-    bare: npt.NDArray[np.int64]
     shared: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
     holds: npt.NDArray[np.int64]
     saves: list[bool]
+    bits: npt.NDArray[np.int64]
+    most: npt.NDArray[np.int64]
+    alive: npt.NDArray[np.int64]
+    starts: list[int]
 
     @classmethod
     def of(cls, labels: list[Label], i: int) -> _Rows:
         """Returns the rows of a segment that begins with interval `i`."""
-        nothing = np.zeros(1, dtype=np.int64)
+        places: dict[int, int] = {}  # of bits
+        starts: list[int] = []
+        most: list[int] = []
+        alive: list[list[tuple[int, int]]] = []
+        for label in labels:
+            starts.append(len(most))
+            for nbytes, values in label.forward:
+                most.append(nbytes)
+                alive.append([(places.setdefault(bit, len(places)), size) for bit, size in values if bit])
+        taken = np.zeros((len(alive), len(places)), dtype=np.int64)
+        for row, sizes in zip(taken, alive, strict=True):
+            for place, size in sizes:
+                row[place] += size
 
         def column(rows: list[int]) -> npt.NDArray[np.int64]:
             return np.array(rows, dtype=np.int64)[:, None]
@@ -119,18 +136,20 @@ class _Rows:
             held=column([label.held_bytes for label in labels]),
             backward=column([label.backward_bytes for label in labels]),
             after_saved=column([label.after_saved_bytes for label in labels]),
-            bare=column([int(label.forward_bytes(nothing)[0]) for label in labels]),
             shared=np.array([label.shared_bytes or (0,) * max(i, 1) for label in labels], dtype=np.int64),
             seconds=np.array([label.seconds for label in labels]),
             holds=np.array([label.holds for label in labels], dtype=np.int64),
             saves=[label.held is None for label in labels],
+            bits=column(list(places)),
+            most=column(most),
+            alive=taken,
+            starts=starts,
         )
 
     def forward(self, masks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Returns forward's peak above what segments before hold: a column for each number of bits of that."""
-        if not masks.any():
-            return self.bare.repeat(len(masks), axis=1)
-        return np.stack([label.forward_bytes(masks) for label in self.labels])
+        left = self.most - self.alive @ ((self.bits & masks) != 0)
+        return np.maximum(np.maximum.reduceat(left, self.starts), 0)  # type: ignore[no-any-return]
 
 
 class SegmentSolver:
@@ -138,14 +157,15 @@ class SegmentSolver:
 
     Args:
         in_pieces: segments may be rebuilt in pieces, where nothing else fits: what is before the last runs twice again.
+        hulls: of segments, those of like problems; new ones are added.
     """
 
-    def __init__(self, problem: HeldProblem, *, in_pieces: bool = False) -> None:
+    def __init__(self, problem: HeldProblem, *, in_pieces: bool = False, hulls: Hulls | None = None) -> None:
         self.problem = problem
         self._in_pieces = in_pieces
         self._leanest: Choice | None = None
-        self._maker = LabelMaker(problem)
-        self._rows: dict[tuple[int, int, bool, bool], _Rows | None] = {}
+        self._maker = LabelMaker(problem, hulls)
+        self._rows: dict[tuple[int, int, bool], _Rows | None] = {}
 
     def solve(self, budget_bytes: int) -> Choice | None:
         """Returns the fastest choice whose estimated peak is at most `budget_bytes`, None if there is none."""
@@ -198,22 +218,21 @@ class SegmentSolver:
                 fits_at_once = self._maker.backward_bytes(i, j) <= room
                 if not (fits_at_once or nested) or problem.backward_bytes[j - 1] > room:
                     break
-                rows = self._rows_of(i, j, fits_at_once, nested)
-                if rows is None:
-                    continue
-                shared = rows.shared[:, states.place]
-                if after_saved.any():
-                    shared = np.where(after_saved, rows.after_saved, shared)
-                held = states.held + rows.held + shared
-                peak = states.held + np.maximum(rows.forward(masks)[:, which], rows.backward) + shared
-                at, fits = np.nonzero((peak <= room) & (held <= room))
-                if not len(fits):
-                    continue
-                seconds, most = states.seconds[fits] + rows.seconds[at], np.maximum(peak[at, fits], states.peak[fits])
-                same = np.full(len(fits), i), fits, at + len(labels)
-                arriving[j].append(_States(held[at, fits], seconds, most, *same, kept[fits] | rows.holds[at]))
-                labels += rows.labels
-                saves += rows.saves
+                for rows in self._rows_of(i, j, fits_at_once, nested):
+                    shared = rows.shared[:, states.place]
+                    if after_saved.any():
+                        shared = np.where(after_saved, rows.after_saved, shared)
+                    held = states.held + rows.held + shared
+                    peak = states.held + np.maximum(rows.forward(masks)[:, which], rows.backward) + shared
+                    at, fits = np.nonzero((peak <= room) & (held <= room))
+                    if not len(fits):
+                        continue
+                    seconds = states.seconds[fits] + rows.seconds[at]
+                    most = np.maximum(peak[at, fits], states.peak[fits])
+                    same = np.full(len(fits), i), fits, at + len(labels)
+                    arriving[j].append(_States(held[at, fits], seconds, most, *same, kept[fits] | rows.holds[at]))
+                    labels += rows.labels
+                    saves += rows.saves
         last = reached[num]
         if last is None:
             return None
@@ -233,13 +252,17 @@ class SegmentSolver:
         segments.reverse()
         return Choice(segments=tuple(segments), peak_bytes=peak_bytes + problem.fixed_bytes, extra_seconds=took)
 
-    def _rows_of(self, i: int, j: int, at_once: bool, nested: bool) -> _Rows | None:
-        """Returns the ways to run intervals [i, j), rebuilt at once, in pieces, or both; None if there are none."""
-        key = (i, j, at_once, nested)
-        if key not in self._rows:
-            labels = [*(self._maker.labels(i, j) if at_once else ()), *(self._maker.nested(i, j) if nested else ())]
-            self._rows[key] = _Rows.of(labels, i) if labels else None
-        return self._rows[key]
+    def _rows_of(self, i: int, j: int, at_once: bool, nested: bool) -> list[_Rows]:
+        """Returns the ways to run intervals [i, j), rebuilt at once, in pieces, or both."""
+        found = []
+        for is_wanted, make, is_nested in ((at_once, self._maker.labels, False), (nested, self._maker.nested, True)):
+            key = (i, j, is_nested)
+            if is_wanted and key not in self._rows:
+                labels = make(i, j)
+                self._rows[key] = _Rows.of(labels, i) if labels else None
+            rows = self._rows[key] if is_wanted else None
+            found += [] if rows is None else [rows]
+        return found
 
     def _next_places(self, i: int) -> list[int]:
         num = len(self.problem.places)

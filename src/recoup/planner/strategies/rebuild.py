@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from recoup.cost.host_overhead import step_seconds
@@ -15,6 +16,7 @@ from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
+from recoup.solver.segment_labels import Hulls
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
@@ -29,18 +31,26 @@ class Way:
     """
 
     def __init__(
-        self, base: Decisions, without: Candidate, seconds: float, view: HeldView, *, is_fine: bool = False
+        self,
+        base: Decisions,
+        without: Candidate,
+        seconds: float,
+        view: HeldView,
+        hulls: Hulls,
+        *,
+        is_fine: bool = False,
     ) -> None:
         self.base = base
         self.is_fine = is_fine
         self.without = without
         self.seconds = seconds
         self.view = view
+        self._hulls = hulls
 
     @functools.cached_property
     def solver(self) -> SegmentSolver:
         """The solver of its problem, made when it is first asked for."""
-        return SegmentSolver(self.view.problem, in_pieces=True)
+        return SegmentSolver(self.view.problem, in_pieces=True, hulls=self._hulls)
 
     def decide(self, choice: Choice) -> Decisions:
         """Returns a choice as decisions."""
@@ -89,6 +99,7 @@ class RebuildStrategy(Strategy):
             is_free = seconds(*simulator.base) <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
             steps = [*(() if is_free else steps), simulator.base]
         found = []
+        hulls: Hulls = {}
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
             coarse, fine = (
@@ -98,9 +109,9 @@ class RebuildStrategy(Strategy):
             if coarse is None or fine is None:
                 continue
             parts = decisions, simulator.simulate(decisions), seconds(decisions, step)
-            found.append(Way(*parts, coarse))
+            found.append(Way(*parts, coarse, hulls))
             if fine.problem.places != coarse.problem.places:
-                found.append(Way(*parts, fine, is_fine=True))
+                found.append(Way(*parts, fine, hulls, is_fine=True))
         return tuple(found)
 
     def why_not_tried(self) -> dict[str, str]:
@@ -117,11 +128,13 @@ class RebuildStrategy(Strategy):
         def cost(candidate: Candidate) -> float:
             return candidate.step_seconds + flop_seconds * candidate.product_flops
 
-        target, has_fitted = budget_bytes, False
+        target, has_fitted, ways = budget_bytes, False, self.ways
+        fitted_seconds = math.inf
+        spared_seconds = NEGLIGIBLE_SHARE * self._step.simulator.plain.step_seconds
         for _ in range(MOST_TRIES):
             if allowance.ends(incumbents, budget_bytes):
                 return
-            choices = self._choices(target - self._fixed_bytes)
+            choices = self._choices(target - self._fixed_bytes, ways)
             best = min((cost(c) for c in incumbents.fitting(budget_bytes)), default=math.inf)
             worth = best * (1 - NEGLIGIBLE_SHARE)
             hopeful = [
@@ -133,8 +146,13 @@ class RebuildStrategy(Strategy):
                 1 + SAME_SHARE
             ):  # simulations differ from it by up to half that
                 return
-            way, choice = choices[min(hopeful)[1]]
+            estimate, n = min(hopeful)
+            way, choice = choices[n]
             assert choice is not None
+            if estimate > fitted_seconds - spared_seconds:
+                return
+            if way.is_fine:
+                ways = tuple(w for w in self.ways if w.is_fine)  # each with the places of a coarser one, and more
             candidate = yield way.decide(choice)
             gap = candidate.peak_bytes - budget_bytes
             if gap == 0 or (gap > 0 and cost(candidate) >= worth):
@@ -144,14 +162,14 @@ class RebuildStrategy(Strategy):
             elif has_fitted or gap >= -NEGLIGIBLE_SHARE * budget_bytes:
                 return
             else:
-                has_fitted, target = True, target - gap
+                has_fitted, fitted_seconds, target = True, estimate, target - gap
 
-    def _choices(self, room_bytes: int) -> list[tuple[Way, Choice | None]]:
+    def _choices(self, room_bytes: int, ways: Sequence[Way]) -> list[tuple[Way, Choice | None]]:
         """Returns the solvers' answers; those with finer places are asked where without them much runs again."""
-        found = [(way, way.solver.solve(room_bytes)) for way in self.ways if not way.is_fine]
+        found = [(way, way.solver.solve(room_bytes)) for way in ways if not way.is_fine]
         least = min((choice.extra_seconds for _, choice in found if choice is not None), default=math.inf)
         if least > ESTIMATE_SHARE * self._step.simulator.plain.step_seconds:
-            found += [(way, way.solver.solve(room_bytes)) for way in self.ways if way.is_fine]
+            found += [(way, way.solver.solve(room_bytes)) for way in ways if way.is_fine]
         return found
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
