@@ -167,7 +167,7 @@ def held_view(
             )
         )
     if dear:
-        ops = [dataclasses.replace(op, can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
+        ops = [op._replace(can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
     self_saved: set[int] = set()
     parts: dict[int, tuple[int, ...]] = {}
@@ -202,7 +202,7 @@ def held_view(
     # A saved tensor that is not held takes its time on top of the op that makes it again.
     each = priced.serial_costs.packed_tensor_seconds + priced.serial_costs.followed_tensor_seconds
     handles = [sum(num_rebuilt[v] for v in op.outputs if value_bytes[v]) for op in ops]
-    ops = [dataclasses.replace(op, seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
+    ops = [op._replace(seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
     addresses = tuple(_addresses(trace, num_ops))
     places = [0, *(p for p in waists(ops, crossing_sizes, in_loops=in_loops) if _may_begin(trace, p))]

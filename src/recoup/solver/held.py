@@ -21,12 +21,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from recoup.solver.min_cut import FlowNetwork
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(NamedTuple):
     """One op of a segment.
 
     Attributes:
