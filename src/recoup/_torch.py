@@ -799,14 +799,15 @@ def attention_flags() -> tuple[Any, ...]:
     return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
-def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None]:
+def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None, bool]:
     """Returns what of this thread decides, beside its arguments, which ops a call runs and saves (torch 2.11, 2.13).
 
-    The default dtype, whether gradients are on, and autocast's settings, None where it is off.
+    The default dtype, whether gradients are on, autocast's settings (None where it is off), and whether what is saved
+    goes to the hooks of others.
 
     Freed by: as `is_autocast`.
     """
-    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast_state()
+    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast_state(), under_others_hooks()
 
 
 sequence_number = torch._C._autograd._get_sequence_nr

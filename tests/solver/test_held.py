@@ -125,9 +125,7 @@ def test_one_value_more_or_less_is_what_evaluating_anew_finds(seed: int) -> None
     segment = _segment(draw)
     if draw.random() < 0.5:  # a mask, which nothing makes again
         first = segment.ops[0]
-        segment = dataclasses.replace(
-            segment, ops=(first._replace(draws=first.outputs[:1]), *segment.ops[1:])
-        )
+        segment = dataclasses.replace(segment, ops=(first._replace(draws=first.outputs[:1]), *segment.ops[1:]))
     evaluate = Evaluation(segment)
     made = [v for op in segment.ops for v in op.outputs if v not in segment.unseen]
     values = {v for v in made if draw.random() < 0.5}

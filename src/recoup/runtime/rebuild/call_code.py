@@ -130,7 +130,7 @@ class _Writer:
         for word, item in zip(words, call.items, strict=True):
             self._compare(word, item)
         tensors = f"({''.join(f'{self._tensors[n]}, ' for n in range(len(call.reads)))})"
-        dtype, _, autocast = form.state
+        dtype, _, autocast, _ = form.state
         if self._has_new:
             self._checks.append(f"not run.meets(call, {tensors})")
         self._checks += [
