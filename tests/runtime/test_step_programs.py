@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import recoup
 from recoup.evidence.gradients import equal_values
 from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import Rebuild
@@ -296,6 +297,30 @@ def test_a_program_needs_no_more_memory_than_the_record(followed: list[bool]) ->
             peaks.append(measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=0))
             model.zero_grad()
     assert followed == [True, True]
+    assert len(set(peaks)) == 1
+
+
+def test_nor_does_one_that_rebuilds_in_pieces(followed: list[bool]) -> None:
+    class Sines(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.first, *self.layers):
+                x = torch.sin(30 * layer(x))
+            return self.last(x).square().mean()
+
+    model, x = Sines(), torch.randn(512 * ROWS, 2)
+    decisions = recoup.plan(model, x, budget="min", device="cpu-generic").decisions
+    assert any(mark.begins_piece for decision in decisions for mark in decision.marks)  # type: ignore[attr-defined]
+    peaks = []
+    with apply_decisions(model, decisions):
+        for _ in range(5):
+            peaks.append(measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=0))
+            model.zero_grad()
+    assert followed == [True] * 3
     assert len(set(peaks)) == 1
 
 

@@ -199,6 +199,7 @@ class StepRun:
         """Called when the forward has returned: autograd has the hook until backward, and may hold nothing by it."""
         self._recorder, self.end = None, -1
         self.slots.clear()
+        self._segments.clear()  # a piece holds what it starts from
 
     def is_other(self, at: int, recorder: Any, tensor: torch.Tensor) -> bool:
         """Whether the program is known to have nothing, or another tensor, saved here."""
