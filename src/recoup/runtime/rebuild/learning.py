@@ -16,7 +16,7 @@ from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.saved_apart import Apart
-from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight, num_bytes
+from recoup.runtime.rebuild.segment_program import NotedSegment, RebuiltSave, SegmentProgram, is_slight
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
@@ -29,7 +29,6 @@ from recoup.runtime.rebuild.step_program import (
     parts_of,
 )
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of, share_storage
-from recoup.thresholds import SAME_SHARE
 
 
 class Learning:
@@ -52,6 +51,7 @@ class Learning:
         self._is_inside = self.is_open = False  # a call runs: with a form; any
         self._storages: dict[weakref.ref[Any], int | None] = {}  # of tensors met that live; a slot over each
         self._apart = Apart()
+        self._latest: list[RebuiltSave] = []
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
@@ -89,6 +89,7 @@ class Learning:
         call.binds = bool(enters)
         call.enters = enters
         call.first_save = len(self._saves)
+        self._look_again()
         self._calls.append(call)
         self._see(index, False, list(enumerate(tensors)))
         self._meet(tensors)
@@ -164,8 +165,11 @@ class Learning:
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
         """Called when a tensor was packed."""
-        # What it is rebuilt from lives as long as the graph that saved it, which may go before forward ends.
-        kind = weakref.ref(packed) if type(packed) is Rebuilt else type(packed)
+        self._look_again()
+        kind: Any = type(packed)
+        if kind is Rebuilt:
+            kind = RebuiltSave(packed)
+            self._latest.append(kind)
         if not self._is_inside and type(packed) is Rebuilt:
             self._apart.note(len(self._saves), tensor, self.slot_under(tensor))
         elif not self._is_inside:
@@ -176,6 +180,12 @@ class Learning:
     def _slot(self, tensor: Any) -> int | None:
         known = self._slots.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+    def _look_again(self) -> None:
+        """The next op has begun, and by that perhaps a segment that rebuilds what was saved for it."""
+        for save in self._latest:
+            save.look()
+        self._latest.clear()
 
     def slot_under(self, tensor: torch.Tensor) -> int | None:
         """Returns the slot of a tensor over the same storage, None if there is none."""
@@ -208,36 +218,21 @@ class Learning:
         """Returns the program of the step that was noted, None if it has none."""
         if self.failed or self.is_open:
             return None
-        segments: dict[Segment, int] = {}
-        wanted: list[dict[Value, list[Geometry]]] = []  # of each segment: in which geometries
-        sources: list[set[int]] = []  # of each segment: by id
+        self._look_again()
+        segments: dict[Segment, NotedSegment] = {}
         saves: list[Saved] = []
-        gone_bytes = 0
         for kind, value, geometry in self._saves:
-            if isinstance(kind, weakref.ref):
-                packed = kind()
-                if packed is None:  # of a branch that led to nothing and is gone: kept for as long as that is there
-                    saves.append((KEEP, -1, -1, geometry))
-                    gone_bytes += num_bytes(geometry)
-                    continue
-                segment = packed.segment
-                assert isinstance(segment, Segment)
-                around = segment.around
-                for each in (around, segment):
-                    if each is not None and each not in segments:
-                        segments[each] = len(segments)
-                        wanted.append({})
-                        sources.append(set())
-                if around is not None:
-                    for start in segment.starts:
-                        wanted[segments[around]].setdefault(start, []).append(cast(Geometry, start.base))
-                    sources[segments[around]].update(id(s) for start in segment.starts.values() for s in start.sources)
-                at = segments[segment]
-                wanted[at].setdefault(packed.value, []).append(packed.geometry)
-                sources[at].update(map(id, packed.sources))
-                base = packed.value.base
-                own = None if base == packed.geometry else packed.geometry
-                saves.append((REBUILD, at, self._number(packed.value), own))
+            if isinstance(kind, RebuiltSave):
+                if (around := kind.segment.around) is not None:
+                    noted = segments.setdefault(around, NotedSegment(len(segments)))
+                    noted.held.update(kind.held_around)
+                    for start in kind.segment.starts:
+                        noted.asked.setdefault(start, []).append(cast(Geometry, start.base))
+                noted = segments.setdefault(kind.segment, NotedSegment(len(segments)))
+                noted.held.update(kind.held)
+                noted.asked.setdefault(kind.value, []).append(kind.geometry)
+                own = None if kind.value.base == kind.geometry else kind.geometry
+                saves.append((REBUILD, noted.number, self._number(kind.value), own))
             elif kind is Kept or kind is KeptView:
                 number = -1 if value is None or value.constant is not None else self._number(value)
                 saves.append((KEEP, -1, number, geometry))
@@ -245,9 +240,9 @@ class Learning:
                 saves.append((CONSTANT, -1, -1, None))
             else:
                 return None
-        programs = [self._segment(s, w, k, segments) for s, w, k in zip(segments, wanted, sources, strict=True)]
+        programs = [self._segment(segment, noted, segments) for segment, noted in segments.items()]
         found = [p for p in programs if p is not None]
-        if len(found) < len(programs) or gone_bytes > SAME_SHARE * sum(num_bytes(g) for _, _, g in self._saves):
+        if len(found) < len(programs):
             return None
         starts = {n for p in found for n in p.sources | p.constants}
         rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}  # raises in backward, as plain would
@@ -283,14 +278,11 @@ class Learning:
         return program
 
     def _segment(
-        self, segment: Segment, wanted: dict[Value, list[Geometry]], kept: set[int], indices: dict[Segment, int]
+        self, segment: Segment, noted: NotedSegment, all_noted: dict[Segment, NotedSegment]
     ) -> SegmentProgram | None:
-        """Returns how a segment is rebuilt, None if something that it starts from cannot be held.
-
-        Args:
-            wanted: what is asked for, and in which geometries. kept: its sources, by id.
-        """
-        program = SegmentProgram(-1 if segment.around is None else indices[segment.around])
+        """Returns how a segment is rebuilt, None if something that it starts from cannot be held."""
+        wanted, held = noted.asked, noted.held
+        program = SegmentProgram(-1 if segment.around is None else all_noted[segment.around].number)
         ops: dict[int, tuple[Noted, set[Value]]] = {}
         stack, seen = list(wanted), set(wanted)
         while stack:
@@ -301,9 +293,8 @@ class Learning:
                 continue
             if value.base is not None:
                 program.bases[number] = value.base
-            alive = value.alive()
-            if alive is not None and id(alive) in kept:
-                if type(alive) is not Kept:
+            if value in held:
+                if held[value] is not Kept:
                     if value not in self._shown:
                         return None
                     program.narrow.add(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import cast
 
@@ -10,10 +11,55 @@ from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
-from recoup.runtime.rebuild.values import Geometry
+from recoup.runtime.rebuild.segments import Rebuilt
+from recoup.runtime.rebuild.values import Geometry, Value
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
 ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
+
+
+class RebuiltSave:
+    """A saved tensor that is rebuilt, as a step is noted: of a branch that leads to nothing it is gone before the end.
+
+    Attributes:
+        segment, value, geometry: as the `Rebuilt`'s.
+        held: the held values that lead to it. held_around: to what its piece starts from. Each with what keeps it.
+    """
+
+    __slots__ = ("_packed", "geometry", "held", "held_around", "segment", "value")
+
+    def __init__(self, packed: Rebuilt) -> None:
+        self._packed = weakref.ref(packed)  # it holds tensors
+        self.value, self.geometry = packed.value, packed.geometry
+        self.look()
+
+    def look(self) -> None:
+        """Notes the rest of it, which another segment may have taken over by now."""
+        packed = self._packed()
+        if packed is None:
+            return
+        self.segment = segment = packed.segment
+        self.held = segment.held_below(self.value)
+        self.held_around: dict[Value, type] = {}
+        if segment.around is not None:
+            for start in segment.starts:
+                self.held_around |= segment.around.held_below(start)
+
+
+class NotedSegment:
+    """A segment of a step that is noted.
+
+    Attributes:
+        number: its own. asked: the geometries that values are asked for in. held: what these are rebuilt from, each
+            with the class of what keeps it.
+    """
+
+    __slots__ = ("asked", "held", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: dict[Value, list[Geometry]] = {}
+        self.held: dict[Value, type] = {}
 
 
 class Lead:

@@ -114,6 +114,10 @@ class Segment:
                 source.is_source = True
         return sources
 
+    def held_below(self, value: Value) -> dict[Value, type]:
+        """Returns the held values that lead to a value, each with the class of what keeps it."""
+        return {held: type(held.alive()) for held in self._held_below(value) or ()}
+
     def _held_below(self, value: Value) -> tuple[Value, ...] | None:
         """Returns the held values that lead to a value; walks the record back, less what was walked before."""
         led = self._led
