@@ -174,6 +174,12 @@ def _indices_written(model: _Model, x: Tensor) -> Tensor:
     return torch.tanh(torch.exp(F.embedding(ids, model.first.weight)) * torch.sin(model.second(x)))
 
 
+def _added(model: _Model, x: Tensor) -> Tensor:
+    y, rows = torch.exp(model.first(x)), torch.arange(ROWS) // 2
+    sums = torch.zeros(ROWS, WIDTH).index_add_(0, rows, y)  # has a gradient from here on
+    return torch.tanh(sums[rows] * y) * torch.sin(model.second(y))
+
+
 def _branch(model: _Model, x: Tensor) -> Tensor:
     y = torch.sin(model.first(x))
     unused = torch.tanh(torch.exp(y) * 2).exp()  # as the last reset of a neuron: gone before the step ends
@@ -185,7 +191,7 @@ def _branch(model: _Model, x: Tensor) -> Tensor:
 STEPS = [
     *(_same, _swapped, _attention, _gradients_off, _buffer_written, _written_between, _zeros_sign, _behind_python),
     *(_looks, _lists, _masked, _one_memory, _autocast_inside, _slices, _view_of_a_parameter),
-    *(_views_of_calls_without_form, _memory_used_again, _turned, _indices_written, _branch),
+    *(_views_of_calls_without_form, _memory_used_again, _turned, _indices_written, _branch, _added),
 ]
 
 
@@ -239,7 +245,7 @@ def test_what_differs_from_the_program(step: Step, followed: list[bool]) -> None
     assert applied.log.num_rederived > 0
     assert (
         followed and all(followed)
-        if step in (_same, _slices, _view_of_a_parameter, _turned, _branch)
+        if step in (_same, _slices, _view_of_a_parameter, _turned, _branch, _added)
         else step in (_behind_python, _written_between, _masked, _one_memory) or True in followed
     )
 
@@ -254,6 +260,14 @@ def test_what_is_new_to_a_step_takes_no_closer_look(followed: list[bool], monkey
             model(x).backward()
     assert followed == [True] * 3
     assert not looked
+
+
+def test_a_call_is_known_by_what_it_was_handed_before_it_wrote(followed: list[bool]) -> None:
+    model, x = _Model(_added), torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        for _ in range(5):
+            model(x).backward()
+    assert followed == [True] * 3
 
 
 def test_an_exception_ends_a_program_and_nothing_else(followed: list[bool]) -> None:

@@ -181,21 +181,13 @@ def scalars_of(items: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([item for item in flattened(items) if type(item) in SCALARS])
 
 
-def form_of_call(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    out: Any,
-    log: CallLog,
-    value_of: Callable[[torch.Tensor], Value | None],
-) -> CallForm | None:
-    """Returns the form of a call that ran, None if it cannot be known beforehand.
+def form_before(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, state: tuple[Any, ...]
+) -> tuple[CallForm, list[torch.Tensor]] | None:
+    """Returns what tells a call that is about to run, with its tensors, each once; None if nothing does.
 
-    Args:
-        value_of: returns the value of a tensor's storage, None if it has none.
+    Before: what is added to has a gradient afterwards, if what is added has one.
     """
-    if log.ops is None:
-        return None
     items = (*args, *kwargs.values()) if kwargs else args
     is_nested = any(type(item) in _NESTS for item in items)
     flat = flattened(items) if is_nested else items
@@ -211,18 +203,33 @@ def form_of_call(
         elif type(item) not in SCALARS and type(item) not in _NESTS:
             return None
     tensors = [flat[i] for i in first]
+    if any([t.layout is not torch.strided for t in tensors]):
+        return None
     matches = _torch.tensor_guard(tensors) if tensors else _is_alike
     if matches is None or not matches(*tensors):
         return None
     flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else None
-    settings: dict[str, Any] = {"state": log.state, "attention_flags": flags}
-    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, **settings)
-    return form if _knows(form, tensors, out, log, value_of) else None
+    settings: dict[str, Any] = {"state": state, "attention_flags": flags}
+    return CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, **settings), tensors
 
 
 def _is_alike() -> bool:
     """Whether a call without tensors is as it was, its scalars apart."""
     return True
+
+
+def form_after(
+    before: tuple[CallForm, list[torch.Tensor]] | None,
+    out: Any,
+    log: CallLog,
+    value_of: Callable[[torch.Tensor], Value | None],
+) -> CallForm | None:
+    """Returns the form of a call that has run, None if it cannot be known beforehand.
+
+    Args:
+        before: what `form_before` returned. value_of: returns the value of a tensor's storage, None if it has none.
+    """
+    return before[0] if before is not None and log.ops is not None and _knows(*before, out, log, value_of) else None
 
 
 def _knows(

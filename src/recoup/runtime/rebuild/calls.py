@@ -22,7 +22,7 @@ from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.loss_in_place import LossInPlaceMode
 from recoup.runtime.rebuild.call_code import OTHER
-from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
+from recoup.runtime.rebuild.call_forms import CallForm, form_after, form_before
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
@@ -307,12 +307,13 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         log = CallLog()
         frame = recorder.frame
         before = frame.ordinal
+        told = form_before(func, args, kwargs, log.state)
         recorder.log = recorder.call = log
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             recorder.log = recorder.call = None
-        form = form_of_call(func, args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
+        form = form_after(told, out, log, recorder.existing) if recorder.frame is frame else None
         self._calls.learn(func, args, form)
         if learning is not None:
             learning.end(out, frame.ordinal - before)

@@ -18,7 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup.ir.decision import LossInPlace
 from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
-from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
+from recoup.runtime.rebuild.call_forms import CallForm, form_after, form_before
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.kept import (
@@ -231,14 +231,15 @@ class RederiveWatch(CallWatch):
             return self._ran(func, args, kwargs)
         learning.begin_call(func, args, kwargs)
         recorder: Any = self.recorder
-        log = recorder.log = CallLog()
+        log = CallLog()
+        learns = not self._is_loss(func) and self._calls.may_learn(func, args)
+        told = form_before(func, args, kwargs, log.state) if learns else None
+        recorder.log = log
         try:
             out = self._ran(func, args, kwargs)
         finally:
             recorder.log = None
-        form = None
-        if not learning.failed and not self._is_loss(func) and self._calls.may_learn(func, args):
-            form = form_of_call(func, args, kwargs, out, log, recorder.existing)
+        form = None if learning.failed else form_after(told, out, log, recorder.existing)
         learning.end_call(form, out)
         return out
 
