@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +181,12 @@ def _added(model: _Model, x: Tensor) -> Tensor:
     return torch.tanh(sums[rows] * y) * torch.sin(model.second(y))
 
 
+def _spectra(model: _Model, x: Tensor) -> Tensor:
+    for _ in range(3):  # a product of what lies in a complex tensor's memory has no form
+        x = torch.tanh(torch.exp(torch.fft.fftn(torch.sin(model.first(x)), dim=(0, 1)).real * 0.1))
+    return x
+
+
 def _branch(model: _Model, x: Tensor) -> Tensor:
     y = torch.sin(model.first(x))
     unused = torch.tanh(torch.exp(y) * 2).exp()  # as the last reset of a neuron: gone before the step ends
@@ -191,7 +198,7 @@ def _branch(model: _Model, x: Tensor) -> Tensor:
 STEPS = [
     *(_same, _swapped, _attention, _gradients_off, _buffer_written, _written_between, _zeros_sign, _behind_python),
     *(_looks, _lists, _masked, _one_memory, _autocast_inside, _slices, _view_of_a_parameter),
-    *(_views_of_calls_without_form, _memory_used_again, _turned, _indices_written, _branch, _added),
+    *(_views_of_calls_without_form, _memory_used_again, _turned, _indices_written, _branch, _added, _spectra),
 ]
 
 
@@ -321,6 +328,28 @@ def test_a_program_needs_no_more_memory_than_the_record(step: Step, followed: li
             model.zero_grad()
     assert followed == [True, True]
     assert len(set(peaks)) == 1
+
+
+def test_a_call_without_form_holds_nothing_in_a_program(followed: list[bool]) -> None:
+    lives: list[list[bool]] = []
+
+    def step(model: _Model, x: Tensor) -> Tensor:
+        read: list[weakref.ref[torch.UntypedStorage]] = []
+        for _ in range(3):
+            spectrum = torch.fft.fftn(torch.sin(model.first(x)), dim=(0, 1))
+            read.append(weakref.ref(spectrum.untyped_storage()))
+            y = spectrum.real * 0.1  # which lies in a complex tensor's memory: the product has no form
+            del spectrum
+            x = torch.tanh(torch.exp(y))
+        lives.append([ref() is not None for ref in read])
+        return x
+
+    model, x = _Model(step), torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        for _ in range(5):
+            model(x).backward()
+    assert followed == [True] * 3
+    assert lives[2:] == [[False] * 3] * 3
 
 
 def test_nor_does_one_that_rebuilds_in_pieces(followed: list[bool]) -> None:
