@@ -393,6 +393,6 @@ class HeldRecorder(Recorder):
                     self._held.append(kept)
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
-        """Holds what an op reads and no op was seen to make, to the segment's end at least; a program does by itself."""
+        """Holds what is read and no op was seen to make, to the segment's end at least; programs do by themselves."""
         if value not in self._leaves and self.watch is None:
             self._leaves[value] = value.alive() or keep(value, tensor)
