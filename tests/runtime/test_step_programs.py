@@ -352,19 +352,14 @@ def test_a_call_without_form_holds_nothing_in_a_program(followed: list[bool]) ->
     assert lives[2:] == [[False] * 3] * 3
 
 
+def _residuals(model: _Model, x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = x + 0.1 * torch.tanh(torch.exp(torch.tanh(torch.exp(model.first(x) * 0.3)) * 0.3))
+    return x
+
+
 def test_nor_does_one_that_rebuilds_in_pieces(followed: list[bool]) -> None:
-    class Sines(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in (self.first, *self.layers):
-                x = torch.sin(30 * layer(x))
-            return self.last(x).square().mean()
-
-    model, x = Sines(), torch.randn(512 * ROWS, 2)
+    model, x = _Model(_residuals), torch.randn(64 * ROWS, WIDTH)
     decisions = recoup.plan(model, x, budget="min", device="cpu-generic").decisions
     assert any(mark.begins_piece for decision in decisions for mark in decision.marks)  # type: ignore[attr-defined]
     peaks = []

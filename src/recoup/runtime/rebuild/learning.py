@@ -51,7 +51,8 @@ class Learning:
         self._is_inside = self.is_open = False  # a call runs: with a form; any
         self._storages: dict[weakref.ref[Any], int | None] = {}  # of tensors met that live; a slot over each
         self._apart = Apart()
-        self._latest: list[RebuiltSave] = []
+        self._latest: list[RebuiltSave] = []  # saved since the call began
+        self._before: list[RebuiltSave] = []  # in the call before it
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
@@ -90,6 +91,7 @@ class Learning:
         call.enters = enters
         call.first_save = len(self._saves)
         self._look_again()
+        self._before, self._latest = self._latest, []
         self._calls.append(call)
         self._see(index, False, list(enumerate(tensors)))
         self._meet(tensors)
@@ -182,10 +184,9 @@ class Learning:
         return known[1] if known is not None and known[0]() is tensor else None
 
     def _look_again(self) -> None:
-        """The next op has begun, and by that perhaps a segment that rebuilds what was saved for it."""
-        for save in self._latest:
+        """The next op may have begun, and with it a segment that rebuilds what was saved for it."""
+        for save in (*self._before, *self._latest):
             save.look()
-        self._latest.clear()
 
     def slot_under(self, tensor: torch.Tensor) -> int | None:
         """Returns the slot of a tensor over the same storage, None if there is none."""
@@ -218,11 +219,11 @@ class Learning:
         """Returns the program of the step that was noted, None if it has none."""
         if self.failed or self.is_open:
             return None
-        self._look_again()
         segments: dict[Segment, NotedSegment] = {}
         saves: list[Saved] = []
         for kind, value, geometry in self._saves:
             if isinstance(kind, RebuiltSave):
+                kind.look()
                 if (around := kind.segment.around) is not None:
                     noted = segments.setdefault(around, NotedSegment(len(segments)))
                     noted.held.update(kind.held_around)
