@@ -24,6 +24,7 @@ from recoup.runtime.loss_in_place import LossInPlaceMode
 from recoup.runtime.rebuild.call_code import OTHER
 from recoup.runtime.rebuild.call_forms import CallForm, form_after, form_before
 from recoup.runtime.rebuild.call_log import CallLog
+from recoup.runtime.rebuild.cheap_ops import ALLOCATES
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.running_call import Running, marked, note_ops
@@ -35,6 +36,9 @@ from recoup.runtime.rebuild.values import Value
 # Their answers are scalars, which are looked at where something is handed them.
 _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
+_ALLOCATE = frozenset(
+    [id(getattr(at, name)) for at in (torch, torch.Tensor) for name in ALLOCATES if hasattr(at, name)]
+)
 _Attribute = types.MethodWrapperType
 # Calls in all but their form: what they return is a tensor over the memory of the one that they are read of.
 _VIEWS = {getattr(torch.Tensor, name): operator.attrgetter(name) for name in ("T", "mT", "H", "mH", "real", "imag")}
@@ -230,6 +234,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no program has: by its form, if it has one."""
+        if id(func) in _ALLOCATE and _torch.inside_custom_function():
+            return self._look_into(func, args, kwargs, learns=False)
         recorder = self.recorder
         last = self._last
         guess = None if last is None else last.then
@@ -290,14 +296,16 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             learning.end(out, num_ops)
         return out
 
-    def _look_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def _look_into(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, learns: bool = True
+    ) -> Any:
         """Runs a call that no form fits op by op, and learns from it."""
         self._last = None
         recorder = self.recorder
         learning = self._learning
         if learning is not None:
             learning.begin_other(func, args, kwargs)
-        if self._is_loss(func) or not self._calls.may_learn(func, args):
+        if self._is_loss(func) or not learns or not self._calls.may_learn(func, args):
             frame = recorder.frame
             before = frame.ordinal
             out = self._ran(func, args, kwargs)

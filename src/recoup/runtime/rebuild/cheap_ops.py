@@ -151,10 +151,12 @@ class OpFacts:
         is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed.
         written_names: of keyword ones.
+        allocates: its result is there to be written to: a buffer of zeros, a copy.
     """
 
     __slots__ = (
         "again",
+        "allocates",
         "can_rerun",
         "can_rewrite",
         "changes_size",
@@ -204,6 +206,7 @@ class OpFacts:
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.again = AGAIN.get(self.label)
         self.commutes = name in _COMMUTES
+        self.allocates = name in ALLOCATES
         if self.is_batch_norm and namespace == "aten":
             self.kind = CHEAP
             self.written = ()
@@ -246,6 +249,11 @@ class OpFacts:
         return found + [kwargs[name] for name in self.written_names if name in kwargs]
 
 
+ALLOCATES = frozenset(
+    f"{before}{name}{after}"
+    for name in ("zeros", "ones", "full")
+    for before, after in (("", ""), ("", "_like"), ("new_", ""))
+) | {"clone"}
 _CHANGES_SIZE = frozenset(
     ["resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"]
 )

@@ -200,6 +200,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return self._write(facts, func, args, kwargs)
 
     def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        if facts.allocates and _torch.inside_custom_function():
+            return None  # for a kernel of the user's, which nobody sees write
         if facts.is_batch_norm and len(args) > 5 and args[5]:
             # Training: the output depends on the batch alone; without the buffers nothing is updated twice.
             args = (*args[:3], None, None, *args[5:])
