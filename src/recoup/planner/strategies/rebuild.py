@@ -152,7 +152,7 @@ class RebuildStrategy(Strategy):
             if estimate > fitted_seconds - spared_seconds:
                 return
             if way.is_fine:
-                ways = tuple(w for w in self.ways if w.is_fine)  # each with the places of a coarser one, and more
+                ways = tuple(w for w in self.ways if w.is_fine)  # coarser ones have hardly a place that these lack
             candidate = yield way.decide(choice)
             gap = candidate.peak_bytes - budget_bytes
             if gap == 0 or (gap > 0 and cost(candidate) >= worth):

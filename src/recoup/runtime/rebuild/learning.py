@@ -49,7 +49,7 @@ class Learning:
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self.is_open = False  # a call runs: with a form; any
-        self._storages: dict[weakref.ref[Any], int | None] = {}  # of tensors met that live; a slot over each
+        self._storages: dict[weakref.ref[Any], int] = {}  # of tensors met that live; a slot over each
         self._apart = Apart()
         self._latest: list[RebuiltSave] = []  # saved since the call began
         self._before: list[RebuiltSave] = []  # in the call before it
@@ -188,9 +188,9 @@ class Learning:
         for save in (*self._before, *self._latest):
             save.look()
 
-    def slot_under(self, tensor: torch.Tensor) -> int | None:
-        """Returns the slot of a tensor over the same storage, None if there is none."""
-        return self._storages.get(weakref.ref(tensor.untyped_storage()))
+    def slot_under(self, tensor: torch.Tensor) -> int:
+        """Returns the slot of a tensor over the same storage, -1 if there is none."""
+        return self._storages.get(weakref.ref(tensor.untyped_storage()), -1)
 
     def _new_slot(self, tensor: Any) -> int:
         slot = self._num_slots
@@ -202,7 +202,8 @@ class Learning:
         gone = self._storages.pop
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = self._slot(tensor)
+                slot = self._slot(tensor)
+                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = -1 if slot is None else slot
 
     def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
         for position, tensor in tensors:

@@ -22,21 +22,21 @@ class SavedApart:
     """One of them.
 
     Attributes:
-        slot: of the tensor whose memory it lies over, None if there is none. is_last: whether nobody reads it later.
+        slot: of the tensor whose memory it lies over, -1 if there is none. is_last: whether nobody reads it later.
     """
 
     __slots__ = ("_geometry", "is_last", "slot")
 
-    def __init__(self, slot: int | None, geometry: Geometry) -> None:
+    def __init__(self, slot: int, geometry: Geometry) -> None:
         self.slot = slot
         self.is_last = False
         self._geometry = geometry
 
     def is_it(self, tensor: torch.Tensor, slots: list[Any]) -> bool:
         """Whether a tensor is the one; lets go of the slot that nobody reads later."""
-        held = slots[self.slot]  # type: ignore[index]
+        held = slots[self.slot]
         if self.is_last:
-            slots[self.slot] = None  # type: ignore[index]
+            slots[self.slot] = None
         return held is not None and share_storage(held, tensor) and geometry_of(tensor) == self._geometry
 
 
@@ -46,7 +46,7 @@ class Apart:
     def __init__(self) -> None:
         self._found: dict[int, SavedApart] = {}
 
-    def note(self, at: int, tensor: torch.Tensor, slot: int | None) -> None:
+    def note(self, at: int, tensor: torch.Tensor, slot: int) -> None:
         """Notes one that a program has to know."""
         self._found[at] = SavedApart(slot, geometry_of(tensor))
 
@@ -62,13 +62,13 @@ class Apart:
         """Called for the calls of a program from the last to the first, with the slots that are read later."""
         for at in reversed(range(call.first_save, call.last_save)) if self._found else ():
             one = self._found.get(at)
-            if one is not None and one.slot is not None:
+            if one is not None and one.slot >= 0:
                 one.is_last = one.slot not in read
                 read.add(one.slot)
 
     def placed(self, calls: Sequence[ProgramCall]) -> dict[int, SavedApart] | None:
         """Returns them, None if some lie over no memory that a call has given a slot before."""
-        known: set[int | None] = set()
+        known: set[int] = set()
         found: dict[int, SavedApart] = {}
         for call in calls if self._found else ():
             known.update(slot for _, slot in call.enters)
@@ -78,5 +78,5 @@ class Apart:
             found.update(self._over(known, call.end_save, call.last_save))
         return found if len(found) == len(self._found) else None
 
-    def _over(self, known: Collection[int | None], start: int, stop: int) -> dict[int, SavedApart]:
+    def _over(self, known: Collection[int], start: int, stop: int) -> dict[int, SavedApart]:
         return {at: self._found[at] for at in range(start, stop) if at in self._found and self._found[at].slot in known}

@@ -206,10 +206,5 @@ class SegmentProgram:
 
 def is_slight(geometry: Geometry) -> bool:
     """Whether a tensor that lies so weighs nothing beside activations: indices, masks, a few numbers."""
-    return not geometry[3].is_floating_point or num_bytes(geometry) <= MIN_BYTES
-
-
-def num_bytes(geometry: Geometry) -> int:
-    """Returns the bytes of a tensor that lies so."""
     size, _, _, dtype = geometry
-    return int(size.numel() * dtype.itemsize)
+    return not dtype.is_floating_point or bool(size.numel() * dtype.itemsize <= MIN_BYTES)
