@@ -1002,17 +1002,21 @@ def functions_named(overload: Any) -> list[Callable[..., Any]]:
     return [f for f in found if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))]
 
 
-def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+def tensor_guard(tensors: Sequence[torch.Tensor], *, any_size: bool = False) -> Callable[..., bool] | None:
     """Returns a function that says whether other tensors are like these, None where there is none (torch 2.11, 2.13).
 
     Like these are those of the same class, dtype, device, size, strides and dispatch keys (layout, autograd, lazy
     negation and conjugation), no tensor twice. It holds none of them. Freed by: one public call that compares metadata.
+
+    Args:
+        any_size: of sizes and strides only how many there are is compared.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
         return None
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    free: Any = [[None] * tensor.dim() for tensor in tensors] if any_size else None
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
     check: Callable[..., bool] = guards.check
     return check
 

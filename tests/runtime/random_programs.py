@@ -73,8 +73,8 @@ class Program(nn.Module):
         return sum(t.mean(0).sum() + t.pow(2).mean() for t in pool)  # type: ignore[return-value]
 
     def operate(self, kind: int, choice: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Returns a new tensor of shape (ROWS, WIDTH)."""
-        weight = self.weights[choice % 4]
+        """Returns a new tensor of shape (rows, WIDTH)."""
+        weight, rows = self.weights[choice % 4], len(a)
         if kind == 0:
             return F.linear(a, weight)
         if kind == 1:
@@ -94,10 +94,10 @@ class Program(nn.Module):
         if kind == 7:
             return torch.cat([a[:, : WIDTH // 2], b[:, WIDTH // 2 :].flip(1)], dim=1)
         if kind == ATTENTION:
-            heads = a.view(1, ROWS, 4, WIDTH // 4).transpose(1, 2)
-            return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(ROWS, WIDTH)
+            heads = a.view(1, rows, 4, WIDTH // 4).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(rows, WIDTH)
         if kind == 9:
-            order = torch.arange(ROWS, device=a.device).roll(choice % ROWS)
+            order = torch.arange(rows, device=a.device).roll(choice % ROWS)
             return torch.zeros_like(a).index_add(0, order, (a[order] * b).to(a.dtype))
         if kind == 10:
             for _ in range(3):
@@ -105,7 +105,7 @@ class Program(nn.Module):
             return a
         if kind == 11:
             y = a.clone()
-            y[: ROWS // 2] = torch.relu(b[: ROWS // 2])
+            y[: rows // 2] = torch.relu(b[: rows // 2])
             return y
         if kind == 12:
             return F.conv1d(a.t().unsqueeze(0), weight.unsqueeze(-1)).squeeze(0).t()
@@ -125,13 +125,13 @@ class Program(nn.Module):
             top = a.topk(4, dim=1)
             return a.scatter(1, top.indices, top.values * 0.5)
         if kind == 18:
-            noise = torch.randn(ROWS, WIDTH, generator=self.generator)
-            return torch.where(torch.rand(ROWS, 1, generator=self.generator) < 0.5, a, b + noise.to(a.dtype) / 9)
+            noise = torch.randn(rows, WIDTH, generator=self.generator)
+            return torch.where(torch.rand(rows, 1, generator=self.generator) < 0.5, a, b + noise.to(a.dtype) / 9)
         if kind == 19:
-            y = torch.fft.irfft(torch.fft.rfft(a.float(), dim=0) * 0.5, n=ROWS, dim=0)
+            y = torch.fft.irfft(torch.fft.rfft(a.float(), dim=0) * 0.5, n=rows, dim=0)
             return y.cumsum(1).to(a.dtype) / WIDTH
         if kind == 20:
-            parts = [part * (i + 1) for i, part in enumerate(torch.split(a, [8, 16, ROWS - 24]))]
+            parts = [part * (i + 1) for i, part in enumerate(torch.split(a, [8, 16, rows - 24]))]
             return torch.cat(parts[::-1]) if self.num_steps % 2 or not self.varies else torch.cat(parts)
         if kind == 21:
             return torch.einsum("ri,ij,rj->ri", a, weight.to(a.dtype), b) / WIDTH

@@ -370,8 +370,8 @@ def test_saved_tensors_of_idle_blocks_stay_with_autograd(plan: str, monkeypatch:
     counts: list[int] = []
     with saved_tensors_hooks(lambda t: counts.append(1) or t, lambda t: t):
         model(x)
-    assert numbers[0] == numbers[1] == len(counts)
-    assert numbers[2] == numbers[3] < len(counts) / NUM_BLOCKS * 2
+    assert numbers[0] == len(counts)
+    assert numbers[1] == numbers[2] == numbers[3] < len(counts) / NUM_BLOCKS * 2
 
 
 def test_what_autograd_does_not_save_is_copied_before_it_is_written_to() -> None:

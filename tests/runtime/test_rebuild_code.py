@@ -122,5 +122,5 @@ def test_a_second_backward_runs_each_op_again_once() -> None:
                     loss.backward(retain_graph=True)
                 counts.append(sum(event.name == "aten::addmm" for event in profiler.events()))
             del loss
-    assert counts[4:] == [6] * 4
-    assert max(counts) <= 7  # the profiler counts an op that `OpFunction` looks at twice
+    assert counts[3:] == [6] * 5
+    assert max(counts) <= 8  # the profiler counts an op that `OpFunction` looks at twice, in each step's code once

@@ -95,7 +95,7 @@ def test_a_step_that_goes_another_way_is_recorded(kind: str, monkeypatch: pytest
     assert followed
     assert num_rederived[3] - num_rederived[2] == num_rederived[0] > 0  # as many with a program as with a record
     if kind == "plain":
-        assert len(followed) == 5
+        assert len(followed) == 6
         assert programs_of(applied) == 1
         assert copy.deepcopy(applied._state).rederived_calls is not applied._state.rederived_calls  # type: ignore[union-attr]
 

@@ -64,9 +64,13 @@ class Rests:
         self._made_until.append(num_made)
         self._returned.append([value for value in values if value is not None])
 
+    def call_of(self, order: int) -> int:
+        """Returns the index of the call in which an op was recorded."""
+        return bisect.bisect_left(self._made_until, order)
+
     def on(self, calls: Sequence[ProgramCall], seen: Collection[int]) -> set[int]:
         """Returns the indices of the calls that have to be watched; `seen` as `Idle`'s."""
-        found = {bisect.bisect_left(self._made_until, order) for order in self.orders}
+        found = {self.call_of(order) for order in self.orders}
         places = sorted(seen)
         for i, (call, values) in enumerate(zip(calls, self._returned, strict=True)):
             is_hooked = _any_between(places, call.first_save, call.last_save)

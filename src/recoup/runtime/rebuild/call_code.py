@@ -18,6 +18,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES
+from recoup.runtime.rebuild.dynamic_shapes import AnyOf
 
 if TYPE_CHECKING:
     from recoup.runtime.rebuild.step_program import ProgramCall
@@ -145,6 +146,8 @@ class _Writer:
         for position, number in call.reads_constants:
             name, word = self._named("number", number), self._tensors[position]
             self._checks.append(f"{name} not in run.constants and not run.reads_constant({name}, {word})")
+        for layout in call.layouts:
+            self._checks.append(f"not run.lies({self._named('layout', layout)}, {self._tensors[layout.position]})")
         for position, number in call.keeps:
             self._checks.append(f"not run.keeps({self._named('number', number)}, {self._tensors[position]})")
         lines = [f"if {'not kwargs' if call.names else 'kwargs'} or len(args) != {num}: return OTHER"]
@@ -200,6 +203,8 @@ class _Writer:
             self._shapes.append(f"type({word}) is not {kind} or len({word}) != {len(item.parts)}")
             for i, part in enumerate(item.parts):
                 self._compare(f"{word}[{i}]", part)
+        elif isinstance(item, AnyOf):
+            self._checks.append(f"type({word}) is not {self._named('kind', item.kind)}")
         else:
             want = self._named("want", item)
             if type(item) is slice or (type(item) is tuple and _is_index(item)):

@@ -19,7 +19,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.shortcuts import shown_mask
-from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
+from recoup.runtime.rebuild.values import PLAIN, Geometry, Value, geometry_of
 
 SEQUENCES = frozenset([list, tuple, torch.Size])
 _NESTS = SEQUENCES | {slice}
@@ -31,6 +31,7 @@ class CallForm:
 
     Attributes:
         state, attention_flags: what else decided about its ops; the latter of an attention alone.
+        geometries: of its tensors. is_kind: whether others have their metadata, sizes and strides apart.
         kinds: classes of its arguments, those in lists, tuples and slices after these. names: of its keyword arguments.
         ops: the recorded ones, each with the numbers of the values that it reads: first those of the call's tensors,
             then what earlier ops made.
@@ -66,7 +67,9 @@ class CallForm:
         "counted",
         "draws",
         "dtypes",
+        "geometries",
         "gives",
+        "is_kind",
         "kinds",
         "left",
         "names",
@@ -104,6 +107,8 @@ class CallForm:
         self._types = [*map(type, tensors)]
         self._offsets = [t.storage_offset() for t in tensors]
         self.dtypes = [t.dtype for t in tensors]
+        self.geometries = [*map(geometry_of, tensors)]
+        self.is_kind = _torch.tensor_guard(tensors, any_size=True) if tensors else _is_alike
         scalars = [i for i, item in enumerate(flat) if type(item) in SCALARS]
         self._rest = picker(scalars)
         self._scalars = self._rest(flat)

@@ -9,8 +9,9 @@ import torch
 from recoup import _torch
 from recoup.runtime.rebuild.batch_norm import Applied
 from recoup.runtime.rebuild.cheap_ops import OpFacts, op_facts
-from recoup.runtime.rebuild.op_forms import OpForm, form_of, form_of_rewriting
+from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of, form_of_rewriting
 from recoup.runtime.rebuild.rewriting import Rewriting
+from recoup.runtime.rebuild.shortcuts import shown_mask
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
@@ -48,10 +49,24 @@ class CallLog:
         if tensor.layout is not torch.strided:
             self.ops = None
             return
-        self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
+        value, geometry = recorder.existing(tensor), geometry_of(tensor)
+        self.saved.append((value, geometry))
+        if recorder.learning is not None and value is not None:
+            mask = shown_mask(value, geometry) or value
+            if mask.random_mask or any(mask is drawn for drawn in self.drawn):
+                recorder.learning.shows(mask)
 
     def begin(self, recorder: Any) -> None:
         """Called when it was packed: ops are seen themselves."""
+
+    def note_ops(self) -> None:
+        """Has what the ops made be noted as made by their forms, as it is where the call is known beforehand."""
+        for form, read, values in self.ops or ():
+            made = next((value.made for value in values if value.made is not None), None)
+            if made is not None:
+                noted = Noted(form, read, made.order)
+                for value in values:
+                    value.made = noted
 
     def add_other(self) -> None:
         """Notes an op that has no form."""

@@ -52,7 +52,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             None: they run as they are.
     """
 
-    def __init__(self, recorder: Any, calls: Calls, key: Any, loss: LossInPlaceMode | None = None) -> None:
+    def __init__(
+        self, recorder: Any, calls: Calls, key: Any, loss: LossInPlaceMode | None = None, kind: Any = None
+    ) -> None:
         super().__init__()
         self._loss = loss
         self.recorder: Any = recorder
@@ -60,7 +62,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._last: CallForm | None = None
         is_inside = execution_context.observer() is None and not _torch.saves_plainly()
         self._key = key, is_inside  # of others' hooks, where no stretch is idle
-        followed = calls.begin(recorder, self._key)
+        self._kind = kind, is_inside
+        followed = calls.begin(recorder, self._key, self._kind)
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
@@ -91,7 +94,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def learn(self) -> None:
         """Called when the step's forward has returned."""
-        self._calls.end(self._key, self._followed)
+        self._calls.end(self._key, self._kind, self._followed)
 
     def leave(self) -> None:
         """Called before compiled code runs, which must not meet this mode: it is off from then on."""
@@ -303,30 +306,25 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._last = None
         recorder = self.recorder
         learning = self._learning
-        if learning is not None:
-            learning.begin_other(func, args, kwargs)
-        if self._is_loss(func) or not learns or not self._calls.may_learn(func, args):
-            frame = recorder.frame
-            before = frame.ordinal
-            out = self._ran(func, args, kwargs)
-            if learning is not None:
-                learning.end(out, frame.ordinal - before)
-            return out
-        log = CallLog()
         frame = recorder.frame
         before = frame.ordinal
-        told = form_before(func, args, kwargs, log.state)
+        told = log = form = None
+        if learns and not self._is_loss(func) and self._calls.may_learn(func, args):
+            log = CallLog()
+            told = form_before(func, args, kwargs, log.state)
+        if learning is not None:
+            learning.begin_unknown(func, args, kwargs)
         recorder.log = recorder.call = log
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = self._ran(func, args, kwargs)
         finally:
             recorder.log = recorder.call = None
-        form = form_after(told, out, log, recorder.existing) if recorder.frame is frame else None
-        self._calls.learn(func, args, form)
+        if log is not None:
+            form = form_after(told, out, log, recorder.existing) if recorder.frame is frame else None
+            self._calls.learn(func, args, form)
         if learning is not None:
-            learning.end(out, frame.ordinal - before)
-            if form is not None:
-                learning.leave_other()
+            learning.settle(form, log)
+            learning.end(out, frame.ordinal - before if form is None else form.num_ops)
         return out
 
 

@@ -10,6 +10,7 @@ import torch
 
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, scalars_of
+from recoup.runtime.rebuild.dynamic_program import with_varied_sizes
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
@@ -29,10 +30,12 @@ class Calls:
 
     Attributes:
         is_compiled: a part of the model is compiled. learns, follows: classes of what `begin` returns.
+        varies: whether steps of other sizes may follow a program, see [Note: dynamic shapes].
     """
 
     learns: type[Learning] = Learning
     follows: type[StepRun] = StepRun
+    varies = True
 
     def __init__(self) -> None:
         self.is_compiled = False
@@ -40,37 +43,49 @@ class Calls:
         self._misses: dict[Any, int] = {}
         self._num_forms: dict[Any, int] = {}
         self._programs: dict[Any, StepProgram] = {}
-        self._num_tries: dict[Any, int] = {}  # to learn a program; -1: none was seen
+        self._varied: dict[Any, StepProgram] = {}  # of steps whose sizes vary, by kind
+        self._latest: dict[Any, StepProgram] = {}  # learned, by kind
+        self._left: set[Any] = set()  # kinds of steps the last of which left its program
+        self._num_tries: dict[Any, int] = {}  # to learn a program
 
-    def begin(self, recorder: Any, key: Any) -> StepRun | Learning | None:
-        """Returns what follows a step: the program of earlier ones like it, or who learns one; None at first.
+    def begin(self, recorder: Any, key: Any, kind: Any) -> StepRun | Learning | None:
+        """Returns what follows a step: the program of earlier ones like it, or who learns one; None after some tries.
 
         Args:
-            key: equal for steps that may be alike.
+            key: equal for steps that may be alike. kind: but for their sizes.
         """
         is_observed = execution_context.observer() is not None
-        program = None if is_observed else self._programs.get(key)
-        slots = None if program is None else program.slots()
-        if program is not None and slots is not None:
-            return self.follows(program, slots, recorder)
-        num_tries = self._num_tries.setdefault(key, -1)
-        if num_tries >= 0 and (is_observed or num_tries >= MOST_TRIES - 1 or len(self._programs) >= MOST_TRIES):
+        learns_again = kind in self._left and self._num_tries.get(kind, 0) < MOST_TRIES
+        for program in () if is_observed else (self._programs.get(key), self._varied.get(kind)):
+            if program is not None and not (program.is_varied and learns_again):
+                slots = program.slots()
+                if slots is not None:
+                    return self.follows(program, slots, recorder)
+        num_tries = max(self._num_tries.get(key, 0), self._num_tries.get(kind, 0))
+        if is_observed or num_tries >= MOST_TRIES or len(self._programs) >= MOST_TRIES:
             return None
-        self._num_tries[key] = num_tries + 1
-        if num_tries < 0:
-            return None  # the first time its calls get their forms
-        learning = self.learns(recorder)
-        learning.is_last_try = num_tries == MOST_TRIES - 2
-        return learning
+        counted = kind if learns_again else key
+        self._num_tries[counted] = self._num_tries.get(counted, 0) + 1
+        return self.learns(recorder)
 
-    def end(self, key: Any, followed: StepRun | Learning | None) -> None:
+    def end(self, key: Any, kind: Any, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
         if isinstance(followed, Learning):
+            self._left.discard(kind)
             program = followed.program()
             if program is not None:
                 self._programs[key] = program
-        elif followed is not None and not followed.is_done:
-            self._programs.pop(key, None)
+                self._vary(key, kind, program)
+        elif followed is not None and not followed.is_done and self._programs.pop(key, None) is None:
+            self._left.add(kind)
+
+    def _vary(self, key: Any, kind: Any, program: StepProgram) -> None:
+        """Has steps of other sizes follow a new program, if an earlier one did the same with other sizes."""
+        before = self._varied.get(kind) or self._latest.get(kind)
+        self._latest[kind] = program
+        if self.varies and before is not None and with_varied_sizes(before, program):
+            self._varied[kind] = program
+            del self._programs[key]
 
     def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
         """Returns the forms of a function's calls that may be like one with these arguments."""

@@ -13,6 +13,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.saved_apart import Apart
@@ -35,12 +36,12 @@ class Learning:
     """Notes a step while it is recorded.
 
     Attributes:
-        failed: it can have no program. is_open: a call of a torch function runs. is_last_try: no later step is noted.
+        failed: it can have no program. is_open: a call of a torch function runs.
     """
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.failed = self.is_last_try = False
+        self.failed = False
         self._calls: list[ProgramCall] = []
         self._saves: list[tuple[Any, Value | None, Geometry]] = []
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -54,6 +55,8 @@ class Learning:
         self._latest: list[RebuiltSave] = []  # saved since the call began
         self._before: list[RebuiltSave] = []  # in the call before it
         self._written: list[Value] = []
+        self._num_written = 0  # before the call that runs
+        self._values_now: list[Value | None] = []  # of what that was handed
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
         self._casts: set[int] = set()
@@ -107,7 +110,7 @@ class Learning:
         outs = [(i, item) for i, item in items if isinstance(item, torch.Tensor)]
         if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
             new = [(i, t) for i, t in outs if self._slot(t) is None]
-            over = [(i, t, self._under(t)) for i, t in new]
+            over = [(i, t, self._under(t, [t for _, t in outs])) for i, t in new]
             views = [(i, t, at) for i, t, at in over if at is not None]
             call.views = [(i, self._new_slot(t), at, (geometry_of(t), t.requires_grad)) for i, t, at in views]
             others = [self._recorder.existing(t) for i, t, at in over if at is None]
@@ -129,23 +132,49 @@ class Learning:
         is_top = not _torch.has_user_function_modes()
         self._passed.append(Passed(path, len(self._calls), len(self._saves), self._recorder.deriving, is_top))
 
-    def _under(self, tensor: torch.Tensor) -> int | None:
-        """Returns the place of a tensor that the call was handed and that this one is a view of."""
-        handed = enumerate(self._handed_now if type(tensor) is torch.Tensor else ())
-        return next((i for i, other in handed if share_storage(other, tensor)), None)
+    def _under(self, tensor: torch.Tensor, results: Sequence[torch.Tensor]) -> int | None:
+        """Returns the place, among what a call was handed and its results, of one whose memory a result shares."""
+        pool = [*self._handed_now, *results] if type(tensor) is torch.Tensor else []
+        places = [i for i, other in enumerate(pool) if share_storage(other, tensor)]
+        return None if not places or (len(places) == 1 and pool[places[0]] is tensor) else places[0]
 
-    def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Called before a call without form runs."""
-        tensors, scalars = parts_of(args, kwargs)
-        self.begin(func, None, tensors).scalars = scalars
+    def begin_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before a call runs of which it is seen afterwards whether it has a form; `settle` is told."""
+        handed, scalars = parts_of(args, kwargs)
+        tensors = list({id(tensor): tensor for tensor in handed}.values())
+        dense = [tensor if tensor.layout is torch.strided else None for tensor in tensors]
+        # So that it is known where each was met first, and what was in it.
+        self._values_now = [None if tensor is None else self._recorder.value_of(tensor) for tensor in dense]
+        self._num_written = len(self._written)
+        call = self.begin(func, None, tensors)
+        call.scalars = scalars
+        call.note_items(args, kwargs, tensors)
+        self._handed_now = handed
+
+    def settle(self, form: CallForm | None, log: CallLog | None) -> None:
+        """Called when it has returned, with its form and what was noted of its ops."""
+        call, handed = self._calls[-1], self._handed_now
+        call.form = form
+        if form is not None and log is not None:
+            log.note_ops()
+            written = [self._values_now[position] for position, _ in form.written]
+            if not form.passing:  # what it writes over inside of itself is saved in no other way
+                self._written[self._num_written :] = [value for value in written if value is not None]
+            self._apart.drop(call.first_save)
+            self._casts.update(call.first_save + position for position in form.casts)
+            return
+        places = {id(tensor): i for i, tensor in reversed([*enumerate(handed)])}
+        firsts = sorted(places.values())  # where each tensor is handed first
+        call.reads = [call.reads[firsts.index(places[id(tensor)])] for tensor in handed]
+        call.enters = [(firsts[i], slot) for i, slot in call.enters]
+        for at, (kind, _, geometry) in enumerate(self._saves[call.first_save :], call.first_save):
+            if not isinstance(kind, RebuiltSave):
+                self.failed = self.failed or kind not in (Kept, KeptView, KeptConstant)
+                self._saves[at] = Kept, None, geometry
 
     def watch(self, func: Any) -> None:
         """Has calls of a function lie in no idle stretch."""
         self._rests.functions += (func,)
-
-    def leave_other(self) -> None:
-        """Called when a call without form turned out to have one: the next step knows it, unless it is another then."""
-        self.failed = self.failed or not self.is_last_try
 
     def is_written(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called before an op that is seen writes to tensors."""
@@ -174,7 +203,7 @@ class Learning:
             self._latest.append(kind)
         if not self._is_inside and type(packed) is Rebuilt:
             self._apart.note(len(self._saves), tensor, self.slot_under(tensor))
-        elif not self._is_inside:
+        elif not self.is_open:  # in a call, `settle` sees to it
             self.failed = self.failed or kind not in (Kept, KeptView, KeptConstant)
             kind, value = Kept, None
         self._saves.append((kind, value, geometry_of(tensor)))
@@ -310,8 +339,10 @@ class Learning:
             made = value.made if type(value.made) is Noted else None
             if made is None and not is_slight(value.base):
                 return None
-            if made is None or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
-                program.sources.add(number)  # made by a call without form, or from indices that are written over
+            is_listed = made is not None and not made.values and not value.base[3].is_floating_point
+            if made is None or is_listed or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
+                # Made by a call without form, from nothing (`arange`), or from indices that are written over.
+                program.sources.add(number)
                 continue
             ops.setdefault(made.order, (made, set()))[1].add(value)
             self._rests.orders.add(made.order)
@@ -322,8 +353,9 @@ class Learning:
                     stack.append(read)
         for order in sorted(ops):
             made, results = ops[order]
-            gives = tuple([(value.output, self._number(value)) for value in results])
+            gives = tuple(sorted([(value.output, self._number(value)) for value in results]))
             program.ops.append((made.form, tuple([self._number(read) for read in made.values]), gives))
+            program.calls.append(self._calls[self._rests.call_of(order)])
         program.asked = {self._number(value): geometries for value, geometries in wanted.items()}
         return program
 

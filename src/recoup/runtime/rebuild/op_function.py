@@ -22,13 +22,14 @@ from recoup import _torch
 class OpFunction:
     """What runs an op again, on arguments of the same kinds.
 
-    Args:
+    Attributes:
         op: an overload, or a function that stands for one.
     """
 
-    __slots__ = ("_call", "_overload")
+    __slots__ = ("_call", "_overload", "op")
 
     def __init__(self, op: Any) -> None:
+        self.op = op
         self._call = _torch.op_call(op)
         self._overload = op if isinstance(op, torch._ops.OpOverload) else None
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.kept import laid
 from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.op_function import OpFunction
@@ -25,6 +26,7 @@ from recoup.runtime.rebuild.rederived import fitted
 from recoup.runtime.rebuild.values import Geometry
 
 _Code = Callable[..., dict[int, torch.Tensor]]
+_NO_LAYOUTS: Mapping[int, Geometry] = {}
 
 
 class RunsAgain(Protocol):
@@ -43,16 +45,18 @@ class Rerun:
     """One op that runs again.
 
     Attributes:
-        form: of the op. reads: numbers of what it reads, each with the geometry to lay it out in, None where it lies so
-            already. gives: position and number of results that are read or wanted. drops: numbers to let go after it.
-        writes: place of the tensor that it writes over, -1 for none.
+        form: of the op. reads: numbers of what it reads, each with the geometry to lay it out in: None where it lies so
+            already, a `Layout` where that is another in each step. gives: position and number of results that are read
+            or wanted. drops: numbers to let go after it.
+        writes: place of the tensor that it writes over, -1 for none. at: its place among the ops of the segment.
     """
 
     form: RunsAgain
-    reads: tuple[tuple[int, Geometry | None], ...]
+    reads: tuple[tuple[int, Geometry | Layout | None], ...]
     gives: tuple[tuple[int, int], ...]
     drops: tuple[int, ...]
     writes: int
+    at: int = 0
 
 
 class RebuildCode:
@@ -71,7 +75,7 @@ class RebuildCode:
         wanted: Collection[int],
         *,
         starts: Collection[int],
-        bases: Mapping[int, Geometry],
+        bases: Mapping[int, Geometry | Varied],
         narrow: Collection[int],
     ) -> None:
         self._reruns = reruns
@@ -82,36 +86,42 @@ class RebuildCode:
         self._steady: _Code | None = None
 
     def run(
-        self, start: Callable[[int], torch.Tensor], begun: dict[int, torch.Tensor], is_compact: Callable[[int], bool]
+        self,
+        start: Callable[[int], torch.Tensor],
+        begun: dict[int, torch.Tensor],
+        is_compact: Callable[[int], bool],
+        layouts: Mapping[int, Geometry] = _NO_LAYOUTS,
     ) -> dict[int, torch.Tensor]:
         """Returns the values by number; those that are held by themselves may be missing.
 
         Args:
             start: returns a held value or a parameter. begun: what a piece starts from, taken out when it is read.
             is_compact: whether a held value is kept in a smaller dtype, and so was made anew when it was read.
+            layouts: of this step, by index.
         """
         if self._steady is not None:
-            return self._steady(start, begun, is_compact)
+            return self._steady(start, begun, is_compact, layouts)
         unlike: set[int] = set()
 
         def lay(number: int, result: torch.Tensor) -> torch.Tensor:
-            found = fitted(result, self._bases[number])
+            base = self._bases[number]
+            found = base.laid_like(result) if isinstance(base, Varied) else fitted(result, base)
             if found is not result:
                 unlike.add(number)
             return found
 
         first = self._written({number for rerun in self._reruns for _, number in rerun.gives}, lay)
-        found = first(start, begun, is_compact)
+        found = first(start, begun, is_compact, layouts)
         self._steady = self._written(unlike, lay)
         return found
 
     def _written(self, laid_anew: Collection[int], lay: Callable[..., torch.Tensor]) -> _Code:
         """Returns the function; results in `laid_anew` are checked, and copied into place if they lie otherwise."""
         names: dict[str, Any] = {"laid": laid, "lay": lay}
-        lines = ["def rebuild(start, begun, is_compact):"]
+        lines = ["def rebuild(start, begun, is_compact, layouts):"]
         here: set[int] = set()
         made: set[int] = set()
-        views: dict[tuple[int, Geometry], str] = {}
+        views: dict[tuple[int, Geometry | Layout], str] = {}
         for i, rerun in enumerate(self._reruns):
             tensors = []
             for number, geometry in rerun.reads:
@@ -124,9 +134,13 @@ class RebuildCode:
                 view = views.get((number, geometry))
                 if view is None:
                     view = views[number, geometry] = f"w{i}_{len(tensors)}"
+                    if isinstance(geometry, Layout):
+                        lines.append(f"{view} = laid(v{number}, layouts[{geometry.index}])")
+                        tensors.append(view)
+                        continue
                     size, stride, offset, dtype = names[f"g{i}_{len(tensors)}"] = geometry
                     of = f"v{number}"
-                    if number in made and dtype is self._bases[number][3]:
+                    if number in made and dtype is _dtype_of(self._bases[number]):
                         names[f"s{i}_{len(tensors)}"], names[f"t{i}_{len(tensors)}"] = size, stride
                         lines.append(f"{view} = {of}.as_strided(s{i}_{len(tensors)}, t{i}_{len(tensors)}, {offset})")
                     else:
@@ -166,6 +180,10 @@ class RebuildCode:
         for result, number in results:
             lines.append(f"v{number} = lay({number}, {result})" if number in laid_anew else f"v{number} = {result}")
         return lines if form.is_single else [*lines, "del out"]
+
+
+def _dtype_of(base: Geometry | Varied) -> torch.dtype:
+    return base.dtype if isinstance(base, Varied) else base[3]
 
 
 def _call(name: str, func: Any, form: RunsAgain, tensors: Sequence[str], names: dict[str, Any]) -> str:

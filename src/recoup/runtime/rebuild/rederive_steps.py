@@ -219,6 +219,7 @@ class RederiveCalls(Calls):
 
     learns = RederiveLearning
     follows = RederiveRun
+    varies = False
 
 
 class RederiveWatch(CallWatch):

@@ -24,6 +24,11 @@ class Rewriting:
 
     __slots__ = ("_function", "part")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rewriting) and (other._function.op, other.part) == (self._function.op, self.part)
+
+    __hash__ = object.__hash__
+
     def __init__(self, op: Any, part: Geometry) -> None:
         self._function = OpFunction(op)
         self.part = part

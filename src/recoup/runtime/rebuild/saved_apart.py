@@ -23,21 +23,22 @@ class SavedApart:
 
     Attributes:
         slot: of the tensor whose memory it lies over, -1 if there is none. is_last: whether nobody reads it later.
+        geometry: its own.
     """
 
-    __slots__ = ("_geometry", "is_last", "slot")
+    __slots__ = ("geometry", "is_last", "slot")
 
     def __init__(self, slot: int, geometry: Geometry) -> None:
         self.slot = slot
         self.is_last = False
-        self._geometry = geometry
+        self.geometry: Any = geometry
 
     def is_it(self, tensor: torch.Tensor, slots: list[Any]) -> bool:
         """Whether a tensor is the one; lets go of the slot that nobody reads later."""
         held = slots[self.slot]
         if self.is_last:
             slots[self.slot] = None
-        return held is not None and share_storage(held, tensor) and geometry_of(tensor) == self._geometry
+        return held is not None and share_storage(held, tensor) and geometry_of(tensor) == self.geometry
 
 
 class Apart:

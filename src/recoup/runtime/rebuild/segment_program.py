@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
+from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
@@ -89,7 +90,7 @@ class Wish:
 
     Attributes:
         number: of the value. base: geometry of what fills its storage. geometry: the one that it is wanted in.
-        view: size, strides and offset of that, None where it is `base`.
+        view: size, strides and offset of that, None where it is `base`, or another in each step.
         segment: which rebuilds it. lead: what leads to it.
     """
 
@@ -99,7 +100,7 @@ class Wish:
         self.number = number
         self.base = base
         self.geometry = geometry
-        self.view = None if geometry is None or geometry == base else geometry[:3]
+        self.view = None if geometry is None or geometry is base or isinstance(geometry, Varied) else geometry[:3]
         self.segment = segment
         self.lead = lead
 
@@ -112,25 +113,35 @@ class SegmentProgram:
             from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
             a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
             asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
+        calls: of the program, in which each op runs.
+        twins: the same of earlier steps with other sizes, see [Note: dynamic shapes].
     """
 
     __slots__ = (
         "_codes",
+        "_kinds",
+        "_layouts",
         "_leads",
         "_nothing",
         "around",
         "asked",
         "bases",
+        "calls",
         "constants",
         "narrow",
         "ops",
         "sources",
         "starts",
+        "twins",
     )
 
     def __init__(self, around: int) -> None:
         self.around = around
         self.ops: list[ProgramOp] = []
+        self.calls: list[Any] = []
+        self.twins: tuple[SegmentProgram, ...] = ()
+        self._kinds: dict[int, Any] = {}
+        self._layouts: dict[tuple[int, int], Layout | None] = {}
         self.sources: set[int] = set()
         self.constants: set[int] = set()
         self.narrow: set[int] = set()
@@ -140,6 +151,23 @@ class SegmentProgram:
         self._codes: dict[frozenset[int], RebuildCode] = {}
         self._leads: dict[int, Lead] = {}
         self._nothing = Lead(None, ())
+
+    def vary(
+        self, layouts: dict[tuple[int, int], Layout | None], kinds: dict[int, Any], twins: tuple[Any, ...]
+    ) -> None:
+        """Has it be rebuilt in steps of other sizes, too.
+
+        Args:
+            layouts: how ops read what varies, by op and place; None: as it lies. kinds: as `bases`.
+            twins: the same of earlier steps.
+        """
+        self._layouts, self._kinds, self.twins = layouts, kinds, twins
+        self._codes.clear()
+
+    def base_of(self, number: int) -> Geometry | Varied:
+        """Returns the geometry of what fills a value's storage, in all the steps that it is of."""
+        found: Geometry | Varied = self._kinds.get(number, self.bases[number])
+        return found
 
     def lead_of(self, wanted: int) -> Lead:
         """Returns the sources that lead to a value; where they are the same, the very same object."""
@@ -169,7 +197,7 @@ class SegmentProgram:
             if len(self._codes) >= MOST_REMEMBERED_ANSWERS:
                 self._codes.clear()
             found = self._codes[wanted] = RebuildCode(
-                self._leading_to(wanted), wanted, starts=self.starts, bases=self.bases, narrow=self.narrow
+                self._varied(wanted), wanted, starts=self.starts, bases=self._kinds or self.bases, narrow=self.narrow
             )
         return found
 
@@ -177,7 +205,7 @@ class SegmentProgram:
         needed = set(wanted)
         chosen: list[tuple[Rerun, OpForm, list[int]]] = []
         last: set[int] = set()
-        for form, reads, results in reversed(self.ops):
+        for at, (form, reads, results) in reversed([*enumerate(self.ops)]):
             gives = tuple([(position, number) for position, number in results if number in needed])
             if not gives:
                 continue
@@ -189,7 +217,7 @@ class SegmentProgram:
             over = [i for i in form.targets if reads[i] not in last and form.geometries[i] == self.bases.get(reads[i])]
             last.update(reads)
             needed.update(reads)
-            chosen.append((Rerun(form, tuple(laid_out), gives, drops, -1), form, over))
+            chosen.append((Rerun(form, tuple(laid_out), gives, drops, -1, at), form, over))
         chosen.reverse()
         versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
         for number in self.narrow:  # made anew when it is read
@@ -202,6 +230,23 @@ class SegmentProgram:
                 versions.add(number, rerun.reads[writes][0] if writes >= 0 else None)
             found.append(dataclasses.replace(rerun, writes=writes))
         return found
+
+    def _varied(self, wanted: frozenset[int]) -> list[Rerun]:
+        """Returns what leads to these values in steps of all sizes."""
+        found = self._leading_to(wanted)
+        others = [twin._leading_to(wanted) for twin in self.twins]
+        if not others:
+            return found
+        varied = []
+        for i, rerun in enumerate(found):
+            reads: list[tuple[int, Geometry | Layout | None]] = []
+            for place, (number, geometry) in enumerate(rerun.reads):
+                static = self.ops[rerun.at][0].geometries[place]
+                known = {geometry, *[other[i].reads[place][1] for other in others]}
+                reads.append((number, None if known == {None} else self._layouts.get((rerun.at, place), static)))
+            writes = rerun.writes if all([other[i].writes == rerun.writes for other in others]) else -1
+            varied.append(dataclasses.replace(rerun, reads=tuple(reads), writes=writes))
+        return varied
 
 
 def is_slight(geometry: Geometry) -> bool:

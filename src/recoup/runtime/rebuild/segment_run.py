@@ -11,11 +11,13 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
+from recoup.runtime.rebuild.dynamic_shapes import Varied
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, laid
 from recoup.runtime.rebuild.rederived import rerunning
 from recoup.runtime.rebuild.rerun import parameter_of
 from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram, Wish
 from recoup.runtime.rebuild.surroundings import Surroundings
+from recoup.runtime.rebuild.values import Geometry
 
 _backward_id = _torch.current_backward_id  # asked for at every rebuild
 
@@ -84,7 +86,7 @@ class SegmentRun:
 
     Args:
         lists: of all of the step's segments. around: the run of the segment that this is a piece of. starts: wishes for
-            what it starts from.
+            what it starts from. layouts: see [Note: dynamic shapes].
     """
 
     __slots__ = (
@@ -92,6 +94,7 @@ class SegmentRun:
         "_constants",
         "_counts",
         "_late",
+        "_layouts",
         "_lists",
         "_program",
         "_rebuilt_in",
@@ -109,6 +112,7 @@ class SegmentRun:
         around: SegmentRun | None,
         starts: list[Wish],
         under: Surroundings,
+        layouts: dict[int, Geometry],
     ) -> None:
         self._counts = execution_context.current_counts()
         self._program = program
@@ -119,6 +123,7 @@ class SegmentRun:
         self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
         self._late: dict[int, list[weakref.ref[Sources]]] = {}
         self._lists = lists
+        self._layouts = layouts
         self._starts: dict[int, Waiting] = {}
         if around is not None:
             self._starts = {wish.number: Waiting(wish, around.holding(wish.lead)) for wish in starts}
@@ -175,7 +180,7 @@ class SegmentRun:
         with rerunning():
             numbers = frozenset([each.wish.number for each in waiting])
             begun = {number: start.take() for number, start in self._starts.items()}
-            found = self._program.code(numbers).run(self._start, begun, self._is_compact)
+            found = self._program.code(numbers).run(self._start, begun, self._is_compact, self._layouts)
             if len(found) < len(numbers):
                 found |= {w.wish.number: self._whole(w.wish, begun) for w in waiting if w.wish.number not in found}
             for each in waiting:
@@ -188,7 +193,7 @@ class SegmentRun:
         if wish.number in begun:
             return begun[wish.number]
         start = self._start(wish.number).detach()
-        return start if wish.base is None else laid(start, wish.base)
+        return start if wish.base is None or isinstance(wish.base, Varied) else laid(start, wish.base)
 
     def _start(self, number: int) -> torch.Tensor:
         """Returns what a rebuild starts from, which may be the kept tensor itself."""

@@ -30,6 +30,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_code import Follow, follow_code, items_of
 from recoup.runtime.rebuild.call_forms import CallForm, flattened
+from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.saved_apart import SavedApart
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
@@ -59,8 +60,10 @@ class ProgramCall:
         items: what it was handed, see `items_of`; None where that is not plain. names: of the last of them, those given
             by name. follow: its code, None where it takes a closer look.
         index: its place. then: the call after it.
-        views: of a call without form, results that are views of what it was handed: position, slot, place of the tensor
-            under it, its geometry and whether it takes part in gradients.
+        views: of a call without form, results over memory of what it was handed, or of another result: position, slot,
+            place of the tensor that it shares it with, its geometry and whether it takes part in gradients.
+        kinds: in a program of steps whose sizes vary, of what geometry its tensors are that are new to the step, by
+            position; else empty. layouts: what is noted there of how its tensors lie.
     """
 
     __slots__ = (
@@ -80,7 +83,9 @@ class ProgramCall:
         "items",
         "keeps",
         "keeps_results",
+        "kinds",
         "last_save",
+        "layouts",
         "leaves",
         "names",
         "num_ops",
@@ -109,6 +114,8 @@ class ProgramCall:
         self.names: tuple[str, ...] = ()
         self.follow: Follow | None = None
         self.views: Sequence[tuple[int, int, int, tuple[Geometry, bool]]] = ()
+        self.kinds: dict[int, Any] = {}
+        self.layouts: Sequence[Layout] = ()
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = self.has_grad = True
@@ -118,6 +125,11 @@ class ProgramCall:
         """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
         self.items = items_of((*args, *kwargs.values()) if kwargs else args, tensors)
         self.names = tuple(kwargs or ())
+
+    def kind_of(self, position: int) -> Any:
+        """Returns the geometry of one of its tensors that is new to the step."""
+        assert self.form is not None
+        return self.kinds.get(position, self.form.geometries[position])
 
     def loosen(self) -> None:
         """Has only its function compared."""
@@ -161,10 +173,12 @@ def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list
     return tensors, [(type(item), item if type(item) in PLAIN else None) for item in items]
 
 
-def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what is equal for steps that may be alike."""
+def like_step(args: tuple[Any, ...], kwargs: dict[str, Any], *, any_size: bool = False) -> Any:
+    """Returns what is equal for steps that may be alike; `any_size`: but for the sizes of what they are handed."""
     items = (*args, *kwargs.values())
-    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
+    shapes = [
+        (item.dim() if any_size else item.shape) if isinstance(item, torch.Tensor) else type(item) for item in items
+    ]
     return tuple(kwargs), tuple(shapes), _torch.is_autocast()
 
 
@@ -185,7 +199,8 @@ class StepProgram:
         num_slots: of tensors; those of held values come after them, parameters last. masks: by its place among the
             saved tensors, the number of the random mask that one shows, which something is rebuilt from. casts: places
             of those that autocast made of a parameter. spots: where to look at parameters that something is rebuilt
-            from, by number. apart: see `SavedApart`, by place.
+            from, by number. apart: see `SavedApart`, by place. constants: parameters (weak).
+        is_varied: whether steps of other sizes follow it, see [Note: dynamic shapes].
 
     Args:
         constants: parameters and the slots they lie in.
@@ -250,10 +265,9 @@ class StepProgram:
         self.saves = saves
         self.segments = segments
         self.values = values
-        self.wishes = {at: self.wish(n, s, base) for at, (kind, s, n, base) in enumerate(saves) if kind == REBUILD}
-        self.packs = [self._pack(at, save) for at, save in enumerate(saves)]
-        self.starts = [[self.wish(n, s.around) for n in s.starts] for s in segments]
-        self._constants = [weakref.ref(parameter) for parameter, _ in constants]
+        self.is_varied = False
+        self._settle()
+        self.constants = [weakref.ref(parameter) for parameter, _ in constants]
         self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
         self.spots: dict[int, Spots | None] = {}
         self._offsets = [parameter.storage_offset() for parameter, _ in constants]
@@ -262,13 +276,31 @@ class StepProgram:
             for number in segment.sources:
                 self.holders.setdefault(number, []).append(i)
 
+    def _settle(self) -> None:
+        saves, segments = self.saves, self.segments
+        self.wishes = {at: self.wish(n, s, base) for at, (kind, s, n, base) in enumerate(saves) if kind == REBUILD}
+        self.packs = [self._pack(at, save) for at, save in enumerate(saves)]
+        self.starts = [[self.wish(n, s.around) for n in s.starts] for s in segments]
+
+    def vary(self) -> None:
+        """Has steps of other sizes follow it, too: called once its geometries are those of all of them."""
+        self.is_varied = True
+        self._settle()
+
+    def geometry_of_save(self, save: Saved) -> Any:
+        """Returns the geometry of a saved tensor, None if that is not known."""
+        kind, _, number, geometry = save
+        return self.values[number].base if geometry is None and kind == REBUILD else geometry
+
     def wish(self, number: int, segment: int, geometry: Geometry | None = None) -> Wish:
         """Returns what is asked for of a value that a segment rebuilds."""
         base = self.values[number].base
         return Wish(number, base, geometry or base, segment, self.segments[segment].lead_of(number))
 
     def _pack(self, at: int, save: Saved) -> Pack:
-        kind, _, number, _ = save
+        kind, _, number, geometry = save
+        if isinstance(geometry, Varied):
+            return None
         if at in self.casts or at in self.masks or at in self.apart:
             return None
         if kind == REBUILD:
@@ -279,7 +311,7 @@ class StepProgram:
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
-        parameters = [*map(operator.call, self._constants)]
+        parameters = [*map(operator.call, self.constants)]
         if parameters and (
             id(None) in map(id, parameters)
             or self._guard is None

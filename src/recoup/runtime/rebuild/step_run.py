@@ -10,6 +10,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime.rebuild.constant import Constant
+from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, pack
@@ -24,7 +25,7 @@ from recoup.runtime.rebuild.step_program import (
     StepProgram,
     parts_of,
 )
-from recoup.runtime.rebuild.values import Value, geometry_of, share_storage
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of, share_storage
 from recoup.runtime.recompute.spot_check import spots_of
 
 _num_function_modes = _torch.num_function_modes  # asked for every saved tensor
@@ -44,6 +45,7 @@ class StepRun:
         "_casts",
         "_handed",
         "_kept",
+        "_layouts",
         "_lists",
         "_masks",
         "_packs",
@@ -80,6 +82,7 @@ class StepRun:
         self.constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self._lists: Lists = {}
+        self._layouts: dict[int, Geometry] = {}
         self.is_on = True
 
     @property
@@ -141,7 +144,20 @@ class StepRun:
 
     def meets(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a call's tensors, of which some are new to the step, are as they were."""
-        return call.form.fits(tensors)  # type: ignore[union-attr]
+        form = call.form
+        assert form is not None
+        if not call.kinds:
+            return form.fits(tensors)
+        is_kind = form.is_kind is not None and form.is_kind(*tensors)
+        return is_kind and all([geometry_of(tensors[i]) == kind for i, kind in call.kinds.items()])
+
+    def lies(self, layout: Layout, tensor: torch.Tensor) -> bool:
+        """Notes how an op that runs again reads a tensor; whether it can."""
+        geometry = layout.of(tensor)
+        if geometry is None:
+            return False
+        self._layouts[layout.index] = geometry
+        return True
 
     def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very tensors that the call reads."""
@@ -163,9 +179,13 @@ class StepRun:
         """Called when a call of the program has returned."""
         for position, slot in call.gives:
             self.slots[slot] = out if position < 0 else out[position]
+        pool = self._handed
+        if call.views:
+            results = out if isinstance(out, (tuple, list)) else (out,)
+            pool = [*pool, *[item for item in results if isinstance(item, torch.Tensor)]]
         for position, slot, place, facts in call.views:
             view = out if position < 0 else out[position]
-            if not share_storage(view, self._handed[place]) or (geometry_of(view), view.requires_grad) != facts:
+            if not share_storage(view, pool[place]) or (geometry_of(view), view.requires_grad) != facts:
                 self._recorder.stop_program()
                 return
             self.slots[slot] = view
@@ -206,7 +226,10 @@ class StepRun:
         if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
             return True
         apart = self._apart.get(at)
-        return apart is not None and not apart.is_it(tensor, self.slots)
+        if apart is not None and not apart.is_it(tensor, self.slots):
+            return True
+        geometry = self._program.saves[at][3] if self._program.is_varied else None
+        return isinstance(geometry, Varied) and geometry_of(tensor) != geometry
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
@@ -220,11 +243,15 @@ class StepRun:
             return kept_with_its_node(tensor)
         mask = self._masks.get(at)
         if mask is not None:
-            base = self._program.values[mask].base
+            base: Any = self._program.values[mask].base
+            if isinstance(base, Varied):
+                base = (*geometry_of(tensor)[:3], base.dtype)
             assert base is not None
             self._own(mask, compact(tensor, torch.bool, base))
         if kind == REBUILD:
             wish = self._program.wishes[at]
+            if isinstance(geometry, Varied):
+                wish = Wish(number, None, geometry_of(tensor), segment, wish.lead)
             return Waiting(wish, self._segment(segment).holding(wish.lead))
         if number < 0:
             return kept_simply(tensor)
@@ -237,7 +264,7 @@ class StepRun:
                 kept.part()
             return kept
         assert geometry is not None
-        return kept.saved_as(geometry)
+        return kept.saved_as(geometry_of(tensor) if isinstance(geometry, Varied) else geometry)
 
     def _segment(self, index: int) -> SegmentRun:
         found = self._segments.get(index)
@@ -246,7 +273,7 @@ class StepRun:
             segment = program.segments[index]
             around = None if segment.around < 0 else self._segment(segment.around)
             found = self._segments[index] = SegmentRun(
-                segment, self.constants, self._lists, around, program.starts[index], self._under
+                segment, self.constants, self._lists, around, program.starts[index], self._under, self._layouts
             )
         return found
 

@@ -1,0 +1,325 @@
+"""The program of steps whose sizes vary, from two steps that did the same with tensors of other sizes.
+
+[Note: dynamic shapes]
+1. Two programs are compared item by item. What is the same in both is the same in every step, as in any program. Of the
+   sizes, strides and numbers that differ it is known only what both have in common (`dynamic_shapes.py`).
+2. A step follows it as any program: by the functions, the numbers that are the same, and the very tensors handed from
+   call to call. Tensors new to the step, and those that a rebuild rests on, are of the kind that both steps had.
+3. How an op that runs again reads a tensor is noted when its call is handed it, and how a rebuilt tensor is wanted when
+   autograd saves it. The rest follows: the same op on tensors that lie as they did gives what lies as it did.
+4. An op whose numbers differ does not run again: then there is no such program. Nor is there one where the steps differ
+   in what was kept, in what was rebuilt from what, or in how many calls they made.
+5. A step that is of another kind leaves the program as it would leave any; the next one is learned, and what it has in
+   common with the program takes its place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
+from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Layout, Varied, common, grouping
+from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
+from recoup.runtime.rebuild.rewriting import Rewriting
+from recoup.runtime.rebuild.segment_program import SegmentProgram
+from recoup.runtime.rebuild.step_program import REBUILD, ProgramCall, StepProgram
+from recoup.runtime.rebuild.values import Geometry
+
+_SAME_CALL = operator.attrgetter(
+    *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants", "num_ops"),
+    *("first_save", "end_save", "last_save", "is_hooked", "stays_hooked", "has_grad", "deriving", "is_loose", "names"),
+)
+_SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops", "deriving", "index", "untold")
+_SAME_SEGMENT = operator.attrgetter("around", "sources", "constants", "narrow", "starts")
+_SAME_OP = operator.attrgetter("first", "is_single", "is_cast", "targets")
+_SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
+
+
+class _Differ(Exception):
+    """Two steps did not do the same."""
+
+
+def with_varied_sizes(before: StepProgram, program: StepProgram) -> bool:
+    """Has a program be that of steps with other sizes, too, as an earlier one; whether it is now.
+
+    Args:
+        before: of an earlier step, or of several. program: changed, if the two differ in nothing but sizes.
+    """
+    comparison = _Comparison(before, program)
+    try:
+        comparison.compare()
+    except (_Differ, ValueError):
+        return False
+    if not comparison.num_varied:
+        return False
+    for change in comparison.changes:
+        change()
+    return True
+
+
+def _same(one: Any, other: Any) -> None:
+    if type(one) is not type(other) or one != other:
+        raise _Differ
+
+
+class _Comparison:
+    """Compares two programs, and collects what is to be changed of the later one.
+
+    Attributes:
+        changes: to be made if they differ in sizes alone. num_varied: geometries and numbers that differ.
+    """
+
+    def __init__(self, before: StepProgram, program: StepProgram) -> None:
+        self._before = before
+        self._program = program
+        self.changes: list[Callable[[], None]] = []
+        self.num_varied = 0
+        self._layouts: dict[tuple[int, int, tuple[int, ...]], Layout] = {}
+        self._noted: dict[ProgramCall, list[Layout]] = {}
+        self._open: set[int] = set()  # slots of tensors whose geometry does not follow from what is compared
+        self._open_calls: set[ProgramCall] = set()
+        self._open_saves: set[int] = set()
+        self._own: set[int] = set()  # slots of what an op made, as it came from it
+
+    def compare(self) -> None:
+        """Compares them.
+
+        Raises:
+            _Differ, ValueError: they did not do the same.
+        """
+        one, other = self._before, self._program
+        _same(_SAME_PROGRAM(one), _SAME_PROGRAM(other))
+        for mine, theirs in ((one.calls, other.calls), (one.saves, other.saves), (one.segments, other.segments)):
+            _same(len(mine), len(theirs))
+        _same(len(one.values), len(other.values))
+        _same([id(ref()) for ref in one.constants], [id(ref()) for ref in other.constants])
+        for a, b in zip(one.boundaries, other.boundaries, strict=True):
+            _same(_SAME_BOUNDARY(a), _SAME_BOUNDARY(b))
+            _same(sorted(a.leaves), sorted(b.leaves))
+            _same(None if a.call is None else a.call.index, None if b.call is None else b.call.index)
+        for value, of in zip(one.values, other.values, strict=True):
+            _same(value.is_passing, of.is_passing)
+            self._set(of, "base", self._common(value.base, of.base))
+        for calls in zip(one.calls, other.calls, strict=True):
+            self._compare_calls(*calls)
+        for segments in zip(one.segments, other.segments, strict=True):
+            self._compare_segments(*segments)
+        self._compare_saves()
+        self._compare_apart()
+        self.changes.append(self._finish)
+
+    def _set(self, item: Any, name: str, value: Any) -> None:
+        self.changes.append(lambda: setattr(item, name, value))
+
+    def _common(self, one: Geometry | Varied | None, other: Geometry | None) -> Geometry | Varied | None:
+        found = common(one, other)
+        self.num_varied += isinstance(found, Varied)
+        return found
+
+    def _common_base(self, number: int) -> Geometry | Varied | None:
+        return common(self._before.values[number].base, self._program.values[number].base)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _compare_calls(self, one: ProgramCall, other: ProgramCall) -> None:
+        _same(_SAME_CALL(one), _SAME_CALL(other))
+        _same(sorted(one.leaves), sorted(other.leaves))
+        if one.is_loose:
+            return
+        if one.form is None or other.form is None:
+            _same(one.form, other.form)
+            pairs = zip(one.scalars, other.scalars, strict=True)
+            scalars = [(self._scalar_kind(a[0], b[0]), self._scalar(a[1], b[1])) for a, b in pairs]
+            self._set(other, "scalars", scalars)
+            is_open = True
+        else:
+            _same(one.form.state, other.form.state)
+            _same(one.form.attention_flags, other.form.attention_flags)
+            if one.items is None or other.items is None:
+                raise _Differ
+            items = [self._item(a, b) for a, b in zip(one.items, other.items, strict=True)]
+            self._set(other, "items", items)
+            is_open = any(map(_has_varied, items)) or not self._open.isdisjoint(other.reads)
+        if one.binds and one.form is not None and other.form is not None:
+            new = [i for i, slot in enumerate(other.reads) if slot < 0]
+            kinds = [self._common(one.kind_of(i), other.form.geometries[i]) for i in new]
+            self._set(other, "kinds", dict(zip(new, kinds, strict=True)))
+            varied = {i for i, kind in zip(new, kinds, strict=True) if isinstance(kind, Varied)}
+            self._open.update(slot for i, slot in other.enters if i in varied)
+            is_open = is_open or bool(varied)
+        elif one.binds:
+            self._open.update(slot for _, slot in other.enters)
+        views = []
+        for (*a, (geometry, needs)), (*b, (of, is_needed)) in zip(one.views, other.views, strict=True):
+            _same((*a, needs), (*b, is_needed))
+            views.append((*b, (self._common(geometry, of), is_needed)))
+        self._set(other, "views", tuple(views))
+        if is_open:
+            self._open.update(slot for _, slot in other.gives)
+            self._open.update(view[1] for view in other.views)
+            self._open_calls.add(other)
+        if other.form is not None:
+            made = {position for position, _, _ in other.form.results}
+            self._own.update(slot for position, slot in other.gives if position in made)
+
+    def _scalar_kind(self, one: type, other: type) -> type:
+        _same(one, other)
+        return other
+
+    def _scalar(self, one: Any, other: Any) -> Any:
+        if isinstance(one, AnyOf):
+            _same(one.kind, type(other))
+            return one
+        if type(one) is not type(other):
+            raise _Differ
+        if repr(one) == repr(other):
+            return other
+        self.num_varied += 1
+        return AnyOf(type(other))
+
+    def _item(self, one: Any, other: Any) -> Any:
+        """Returns what two arguments have in common."""
+        if isinstance(other, Place):
+            if not isinstance(one, Place) or one.number != other.number:
+                raise _Differ
+            return other
+        kind = other.kind if isinstance(other, Nest) else type(other)
+        if kind not in (list, tuple, torch.Size):
+            return self._scalar(one, other)
+        parts = one.parts if isinstance(one, Nest) else one
+        of = other.parts if isinstance(other, Nest) else other
+        if kind is not (one.kind if isinstance(one, Nest) else type(one)) or len(parts) != len(of):
+            raise _Differ
+        found = [self._item(a, b) for a, b in zip(parts, of, strict=True)]
+        is_varied = any([isinstance(part, (AnyOf, Nest)) for part in found])
+        return Nest(kind, found) if is_varied or isinstance(other, Nest) else other
+
+    # -- what is rebuilt ------------------------------------------------------------------------------------------
+
+    def _compare_segments(self, one: SegmentProgram, other: SegmentProgram) -> None:
+        _same(_SAME_SEGMENT(one), _SAME_SEGMENT(other))
+        _same(one.asked.keys(), other.asked.keys())
+        _same(len(one.ops), len(other.ops))
+        layouts: dict[tuple[int, int], Layout | None] = {}
+        for at, ((form, reads, gives), (of, *rest), call) in enumerate(
+            zip(one.ops, other.ops, other.calls, strict=True)
+        ):
+            _same([reads, gives], rest)
+            self._compare_ops(form, of)
+            if call.form is None or (call in self._open_calls and call.form.attention_flags is not None):
+                raise _Differ  # which kernel an attention takes may follow from the sizes
+            picks = next(picks for each, picks in call.form.ops if each is of)
+            all_of = (*one.twins, one, other)
+            for place, number in enumerate(reads):
+                geometries = [each.ops[at][0].geometries[place] for each in all_of]
+                known = picks[place] >= len(call.form.geometries) or call.reads[picks[place]] not in self._open
+                if known and all([geometry == geometries[0] for geometry in geometries]):
+                    continue
+                # What is kept in a smaller dtype is made anew as it lay.
+                is_start = (number in other.sources or number in other.constants) and number not in other.narrow
+                is_own = picks[place] >= len(call.form.geometries) or call.reads[picks[place]] in self._own
+                are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]
+                if is_own and not is_start and all(are_bases):
+                    layouts[at, place] = None
+                else:
+                    calls = [each.calls[at] for each in all_of]  # of earlier steps and of this one
+                    layouts[at, place] = self._layout(call, picks[place], calls, geometries)
+        _same(one.bases.keys(), other.bases.keys())
+        bases = {number: self._common(one.base_of(number), base) for number, base in other.bases.items()}
+        is_varied = any(layouts.values()) or any([isinstance(base, Varied) for base in bases.values()])
+        if is_varied:
+            twins = (*one.twins, one)
+            self.changes.append(lambda: other.vary(layouts, bases, twins))
+
+    def _compare_ops(self, one: OpForm, other: OpForm) -> None:
+        _same(_SAME_OP(one), _SAME_OP(other))
+        _same(one.op.op, other.op.op)
+        _same_scalars(one.rest, other.rest)
+        _same_scalars(one.kwargs, other.kwargs)
+        if isinstance(one.op.op, Rewriting):
+            _same(one.part, other.part)
+
+    def _layout(
+        self, call: ProgramCall, pick: int, calls: Sequence[ProgramCall], geometries: Sequence[Geometry]
+    ) -> Layout:
+        """Returns how an op reads a tensor of its call, whose geometry varies."""
+        assert call.form is not None
+        forms = [each.form for each in calls if each.form is not None]
+        over = [pick, *[other for first, other in call.form.aliases if first == pick]]
+        for position in over:  # tensors that lie over the memory that it reads
+            if position < min([len(form.geometries) for form in forms]):
+                handed = [form.geometries[position] for form in forms]
+                groups = grouping([*zip(handed, geometries, strict=True)])
+                if groups is not None:
+                    break
+        else:
+            raise _Differ
+        key = call.index, position, groups
+        found = self._layouts.get(key)
+        if found is None:
+            kind: Any = handed[0]
+            for each in handed[1:]:
+                kind = common(kind, each)
+            self.num_varied += 1
+            found = self._layouts[key] = Layout(len(self._layouts), position, groups, kind)
+            self._noted.setdefault(call, []).append(found)
+        return found
+
+    # -- what is saved ------------------------------------------------------------------------------------------
+
+    def _compare_saves(self) -> None:
+        saves = []
+        self._open_saves = {at for call in self._open_calls for at in range(call.first_save, call.last_save)}
+        for at, (one, other) in enumerate(zip(self._before.saves, self._program.saves, strict=True)):
+            _same(one[:3], other[:3])
+            number = other[2]
+            mine = self._before.geometry_of_save(one)
+            theirs = self._program.geometry_of_save(other)
+            geometry = self._common(mine, theirs) if number >= 0 or other[0] == REBUILD else None
+            if geometry is not None and not isinstance(geometry, Varied) and at in self._open_saves:
+                geometry = Varied(tuple(geometry[0]), geometry, geometry[2])
+            mask = self._program.masks.get(at)
+            if mask is not None and isinstance(self._common_base(mask), Varied):
+                for program, wanted in ((self._before, mine), (self._program, theirs)):
+                    base = program.values[mask].base
+                    if not isinstance(base, Varied) and (base is None or wanted is None or base[:3] != wanted[:3]):
+                        raise _Differ
+            saves.append((*other[:3], geometry))
+        self._set(self._program, "saves", saves)
+
+    def _compare_apart(self) -> None:
+        one, other = self._before.apart, self._program.apart
+        _same(one.keys(), other.keys())
+        for at, of in other.items():
+            _same((one[at].slot, one[at].is_last), (of.slot, of.is_last))
+            self._set(of, "geometry", self._common(one[at].geometry, of.geometry))
+
+    def _finish(self) -> None:
+        """Has the changed program be followed: once all else was changed."""
+        for call in self._program.calls:
+            call.layouts = tuple(self._noted.get(call, ()))
+            call.follow = follow_code(call)
+        self._program.vary()
+
+
+def _same_scalars(one: Any, other: Any) -> None:
+    """Raises if an op's arguments differ."""
+    if isinstance(one, dict):
+        _same([*one], [*other])
+        one, other = [*one.values()], [*other.values()]
+    if isinstance(one, (list, tuple)):
+        if type(one) is not type(other) or len(one) != len(other):
+            raise _Differ
+        for a, b in zip(one, other, strict=True):
+            _same_scalars(a, b)
+    elif one is not other and (TENSOR in (one, other) or type(one) is not type(other) or repr(one) != repr(other)):
+        raise _Differ
+
+
+def _has_varied(item: Any) -> bool:
+    """Whether a number varies in an argument."""
+    return isinstance(item, AnyOf) or (isinstance(item, Nest) and any(map(_has_varied, item.parts)))

@@ -1,0 +1,214 @@
+"""How tensors lie whose sizes are others in every step: padded to the longest text, or chosen by a router.
+
+Two steps that did the same with tensors of other sizes tell which sizes those are; `Varied` is what the geometries of a
+tensor in both have in common. [Note: dynamic shapes] is in `dynamic_program.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from recoup.runtime.rebuild.values import Geometry, geometry_of
+
+LEAST_SIZE = 2
+"""Of what varies: dimensions of one or no element lie anyhow, and kernels treat them apart."""
+
+
+class Varied:
+    """The geometry of a tensor whose sizes vary: equal to every geometry of the kind.
+
+    Of a kind are those of one dtype and as many dimensions, which lie in the same order, all contiguous or none, and
+    have the same sizes in the dimensions that do not vary.
+
+    Attributes:
+        dtype: of the tensor.
+    """
+
+    __slots__ = ("_last", "_offset", "_order", "_sizes", "dtype")
+
+    def __init__(self, sizes: tuple[int | None, ...], geometry: Geometry, offset: int | None) -> None:
+        self._sizes = sizes
+        self._order = _order(geometry, sizes)
+        self._offset = offset
+        self.dtype: torch.dtype = geometry[3]
+        self._last: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Varied):
+            return self is other
+        if other == self._last:  # the tensors of a step have few geometries
+            return True
+        if not isinstance(other, tuple) or not self._is_like(other):
+            return False
+        self._last = other
+        return True
+
+    __hash__ = object.__hash__
+
+    def _is_like(self, geometry: Geometry) -> bool:
+        size, _, offset, dtype = geometry
+        if dtype is not self.dtype or len(size) != len(self._sizes):
+            return False
+        for n, want in zip(size, self._sizes, strict=True):
+            if n < LEAST_SIZE if want is None else n != want:
+                return False
+        return self._offset in (None, offset) and _order(geometry, self._sizes) == self._order
+
+    def laid_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor laid out in the order of the kind, densely."""
+        if geometry_of(tensor) == self:
+            return tensor
+        order = [*range(tensor.dim())] if self._order is None else [i for i, is_expanded in self._order]
+        rest = [i for i in range(tensor.dim()) if i not in order]
+        turned = tensor.permute(*order, *rest).contiguous()
+        back = [0] * tensor.dim()
+        for place, i in enumerate((*order, *rest)):
+            back[i] = place
+        return turned.permute(*back)
+
+    def with_sizes_of(self, geometry: Geometry) -> Varied | None:
+        """Returns the kind that has this one's and another geometry, None if there is none."""
+        return _varied(self._sizes, self._order, self._offset, self.dtype, geometry)
+
+
+def _order(geometry: Geometry, sizes: Sequence[int | None]) -> tuple[tuple[int, bool], ...] | None:
+    """Returns the dimensions from the outermost to the innermost, and which are expanded; None where contiguous."""
+    size, stride, _, _ = geometry
+    dims = [i for i, n in enumerate(sizes) if n is None or n >= LEAST_SIZE]
+    step = 1
+    for i in reversed(dims):
+        if stride[i] != step:
+            return tuple([(i, stride[i] == 0) for i in sorted(dims, key=lambda i: (-stride[i], i))])
+        step *= size[i]
+    return None
+
+
+def _varied(
+    sizes: Sequence[int | None], order: Any, offset: int | None, dtype: torch.dtype, other: Geometry
+) -> Varied | None:
+    if dtype is not other[3] or len(sizes) != len(other[0]):
+        return None
+    common = tuple([n if n == m else None for n, m in zip(sizes, other[0], strict=True)])
+    if any(m < LEAST_SIZE for n, m in zip(common, other[0], strict=True) if n is None):
+        return None
+    found = Varied(common, other, offset if offset == other[2] else None)
+    return found if found._order == order or _without(order, common) == found._order else None
+
+
+def _without(order: Any, sizes: Sequence[int | None]) -> Any:
+    return order if order is None else tuple([(i, e) for i, e in order if sizes[i] is None or sizes[i] >= LEAST_SIZE])  # type: ignore[operator]
+
+
+def common(one: Geometry | Varied | None, other: Geometry | None) -> Geometry | Varied | None:
+    """Returns what two geometries have in common: themselves, if they are the same.
+
+    Raises:
+        ValueError: they are of different kinds.
+    """
+    if one is None or other is None:
+        if one is other:
+            return None
+        raise ValueError("one of them is unknown")
+    if isinstance(one, Varied):
+        found = one.with_sizes_of(other)
+    elif one == other:
+        return one
+    else:
+        sizes = tuple([n if n == m else None for n, m in zip(one[0], other[0], strict=False)])
+        found = _varied(tuple(one[0]), _order(one, sizes), one[2], one[3], other)
+        if any(n < LEAST_SIZE for n, m in zip(one[0], sizes, strict=False) if m is None):
+            found = None
+    if found is None:
+        raise ValueError("they are of different kinds")
+    return found
+
+
+_NEXT, _ONE, _BEFORE = range(0, -3, -1)
+"""Groups of no dimension: one of a single element, which has the stride of the next times its size, one, or the stride
+of the one before."""
+
+
+def merged(geometry: Geometry, groups: Sequence[int]) -> Geometry | None:
+    """Returns how a tensor lies with so many neighbouring dimensions each taken for one; None if that is no view."""
+    size, stride, offset, dtype = geometry
+    sizes: list[int] = []
+    strides: list[int] = []
+    last = len(size)
+    for num in reversed(groups):
+        first = last - max(num, 0)
+        for i in range(first, last - 1):
+            if stride[i] != stride[i + 1] * size[i + 1]:
+                return None
+        sizes.append(math.prod(size[first:last]))
+        if num > 0:
+            strides.append(stride[last - 1])
+        elif num == _NEXT:
+            strides.append(sizes[-2] * strides[-1] if strides else 1)
+        else:
+            strides.append(1 if num == _ONE or not first else stride[first - 1])
+        last = first
+    return torch.Size(sizes[::-1]), tuple(strides[::-1]), offset, dtype
+
+
+def grouping(pairs: Sequence[tuple[Geometry, Geometry]]) -> tuple[int, ...] | None:
+    """Returns the groups by which `merged` makes the second geometry of each pair of the first, None if none does."""
+    handed, read = pairs[0]
+    for groups in _groupings(len(handed[0]), read[0]):
+        if all([merged(one, groups) == other for one, other in pairs]):
+            return groups
+    return None
+
+
+def _groupings(num: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to take `num` dimensions for some of these sizes."""
+    if not sizes:
+        if not num:
+            yield ()
+        return
+    firsts = [*range(1, num + 1), *((_NEXT, _ONE, _BEFORE) if sizes[0] == 1 else ())]
+    for first in firsts:
+        for rest in _groupings(num - max(first, 0), sizes[1:]):
+            yield (first, *rest)
+
+
+class Layout:
+    """How an op that runs again reads one of the tensors that its call was handed: noted in each step.
+
+    Attributes:
+        index: among those of the program. position: of the tensor among the call's. groups: see `merged`.
+        kind: of the geometry that the tensor has.
+    """
+
+    __slots__ = ("_is_whole", "groups", "index", "kind", "position")
+
+    def __init__(self, index: int, position: int, groups: tuple[int, ...], kind: Geometry | Varied) -> None:
+        self.index = index
+        self.position = position
+        self.groups = groups
+        self.kind = kind
+        self._is_whole = all([num == 1 for num in groups])
+
+    def of(self, tensor: torch.Tensor) -> Geometry | None:
+        """Returns it in this step, None if the tensor lies otherwise."""
+        geometry = geometry_of(tensor)
+        if geometry != self.kind:
+            return None
+        return geometry if self._is_whole else merged(geometry, self.groups)
+
+
+class AnyOf:
+    """Stands for a number that varies, among what a call is handed: equal to all of its class."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is self.kind or (isinstance(other, AnyOf) and other.kind is self.kind)
+
+    __hash__ = object.__hash__
