@@ -232,7 +232,7 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     if begins_record and (hook is None or hook.records):
         by_default = decision is not None and decision.rederives
         if state.rederived_calls is not None:
-            key = bool(patched.module is not None and patched.module.training), like_step(args, kwargs)
+            key = like_step(patched.module, args, kwargs)
             with rederived_step(state.rederived_calls, key, by_default=by_default, loss=state.loss):
                 return forward(*args, **kwargs)
         with saved_tensor.rederive(by_default=by_default):

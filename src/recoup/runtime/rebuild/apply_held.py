@@ -117,9 +117,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
                 result = patched.original(*args, **kwargs)
         else:
             loss = None if state.loss is None else LossInPlaceMode(state.loss)
-            training = patched.module.training
-            alike, of_any_size = like_step(args, kwargs), like_step(args, kwargs, any_size=True)
-            watch = CallWatch(recorder, state.calls, (training, alike), loss, (training, of_any_size))
+            watch = CallWatch(recorder, state.calls, like_step(patched.module, args, kwargs), loss)
             with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()

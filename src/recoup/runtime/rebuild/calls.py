@@ -29,7 +29,7 @@ from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.running_call import Running, marked, note_ops
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.step_program import ProgramCall
+from recoup.runtime.rebuild.step_program import ProgramCall, StepKey
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Value
 
@@ -52,18 +52,15 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             None: they run as they are.
     """
 
-    def __init__(
-        self, recorder: Any, calls: Calls, key: Any, loss: LossInPlaceMode | None = None, kind: Any = None
-    ) -> None:
+    def __init__(self, recorder: Any, calls: Calls, key: StepKey, loss: LossInPlaceMode | None = None) -> None:
         super().__init__()
         self._loss = loss
         self.recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
         is_inside = execution_context.observer() is None and not _torch.saves_plainly()
-        self._key = key, is_inside  # of others' hooks, where no stretch is idle
-        self._kind = kind, is_inside
-        followed = calls.begin(recorder, self._key, self._kind)
+        self._key = StepKey(*[(part, is_inside) for part in key])  # of others' hooks, where no stretch is idle
+        followed = calls.begin(recorder, self._key)
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
@@ -94,7 +91,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def learn(self) -> None:
         """Called when the step's forward has returned."""
-        self._calls.end(self._key, self._kind, self._followed)
+        self._calls.end(self._key, self._followed)
 
     def leave(self) -> None:
         """Called before compiled code runs, which must not meet this mode: it is off from then on."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
-from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Layout, Varied, common, grouping
+from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
 from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.segment_program import SegmentProgram
@@ -204,7 +204,7 @@ class _Comparison:
         _same(_SAME_SEGMENT(one), _SAME_SEGMENT(other))
         _same(one.asked.keys(), other.asked.keys())
         _same(len(one.ops), len(other.ops))
-        layouts: dict[tuple[int, int], Layout | None] = {}
+        layouts: dict[tuple[int, int], Lay] = {}
         for at, ((form, reads, gives), (of, *rest), call) in enumerate(
             zip(one.ops, other.ops, other.calls, strict=True)
         ):
@@ -221,10 +221,13 @@ class _Comparison:
                     continue
                 # What is kept in a smaller dtype is made anew as it lay.
                 is_start = (number in other.sources or number in other.constants) and number not in other.narrow
-                is_own = picks[place] >= len(call.form.geometries) or call.reads[picks[place]] in self._own
+                is_inside = picks[place] >= len(call.form.geometries)
+                is_own = is_inside or call.reads[picks[place]] in self._own
                 are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]
                 if is_own and not is_start and all(are_bases):
                     layouts[at, place] = None
+                elif is_inside and not is_start:
+                    layouts[at, place] = self._regrouped([each.bases[number] for each in all_of], geometries)
                 else:
                     calls = [each.calls[at] for each in all_of]  # of earlier steps and of this one
                     layouts[at, place] = self._layout(call, picks[place], calls, geometries)
@@ -242,6 +245,13 @@ class _Comparison:
         _same_scalars(one.kwargs, other.kwargs)
         if isinstance(one.op.op, Rewriting):
             _same(one.part, other.part)
+
+    def _regrouped(self, bases: Sequence[Geometry], geometries: Sequence[Geometry]) -> Regrouped:
+        """Returns how an op reads what an op of the same call has made."""
+        groups = grouping([*zip(bases, geometries, strict=True)])
+        if groups is None:
+            raise _Differ
+        return Regrouped(groups)
 
     def _layout(
         self, call: ProgramCall, pick: int, calls: Sequence[ProgramCall], geometries: Sequence[Geometry]

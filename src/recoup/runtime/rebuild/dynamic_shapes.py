@@ -14,15 +14,13 @@ import torch
 
 from recoup.runtime.rebuild.values import Geometry, geometry_of
 
-LEAST_SIZE = 2
-"""Of what varies: dimensions of one or no element lie anyhow, and kernels treat them apart."""
-
 
 class Varied:
     """The geometry of a tensor whose sizes vary: equal to every geometry of the kind.
 
     Of a kind are those of one dtype and as many dimensions, which lie in the same order, all contiguous or none, and
-    have the same sizes in the dimensions that do not vary.
+    have the same sizes in the dimensions that do not vary, and more than one element in those that do: dimensions of
+    one lie anyhow, and kernels treat them apart.
 
     Attributes:
         dtype: of the tensor.
@@ -54,7 +52,7 @@ class Varied:
         if dtype is not self.dtype or len(size) != len(self._sizes):
             return False
         for n, want in zip(size, self._sizes, strict=True):
-            if n < LEAST_SIZE if want is None else n != want:
+            if n <= 1 if want is None else n != want:
                 return False
         return self._offset in (None, offset) and _order(geometry, self._sizes) == self._order
 
@@ -78,7 +76,7 @@ class Varied:
 def _order(geometry: Geometry, sizes: Sequence[int | None]) -> tuple[tuple[int, bool], ...] | None:
     """Returns the dimensions from the outermost to the innermost, and which are expanded; None where contiguous."""
     size, stride, _, _ = geometry
-    dims = [i for i, n in enumerate(sizes) if n is None or n >= LEAST_SIZE]
+    dims = [i for i, n in enumerate(sizes) if n is None or n > 1]
     step = 1
     for i in reversed(dims):
         if stride[i] != step:
@@ -93,14 +91,14 @@ def _varied(
     if dtype is not other[3] or len(sizes) != len(other[0]):
         return None
     common = tuple([n if n == m else None for n, m in zip(sizes, other[0], strict=True)])
-    if any(m < LEAST_SIZE for n, m in zip(common, other[0], strict=True) if n is None):
+    if any(m <= 1 for n, m in zip(common, other[0], strict=True) if n is None):
         return None
     found = Varied(common, other, offset if offset == other[2] else None)
     return found if found._order == order or _without(order, common) == found._order else None
 
 
 def _without(order: Any, sizes: Sequence[int | None]) -> Any:
-    return order if order is None else tuple([(i, e) for i, e in order if sizes[i] is None or sizes[i] >= LEAST_SIZE])  # type: ignore[operator]
+    return order if order is None else tuple([(i, e) for i, e in order if sizes[i] is None or sizes[i] > 1])  # type: ignore[operator]
 
 
 def common(one: Geometry | Varied | None, other: Geometry | None) -> Geometry | Varied | None:
@@ -120,7 +118,7 @@ def common(one: Geometry | Varied | None, other: Geometry | None) -> Geometry | 
     else:
         sizes = tuple([n if n == m else None for n, m in zip(one[0], other[0], strict=False)])
         found = _varied(tuple(one[0]), _order(one, sizes), one[2], one[3], other)
-        if any(n < LEAST_SIZE for n, m in zip(one[0], sizes, strict=False) if m is None):
+        if any(n <= 1 for n, m in zip(one[0], sizes, strict=False) if m is None):
             found = None
     if found is None:
         raise ValueError("they are of different kinds")
@@ -198,6 +196,28 @@ class Layout:
         if geometry != self.kind:
             return None
         return geometry if self._is_whole else merged(geometry, self.groups)
+
+
+class Regrouped:
+    """How an op that runs again reads what another op of its call has made.
+
+    Attributes:
+        groups: see `merged`.
+    """
+
+    __slots__ = ("groups",)
+
+    def __init__(self, groups: tuple[int, ...]) -> None:
+        self.groups = groups
+
+    def of(self, made: torch.Tensor) -> torch.Tensor:
+        """Returns it, of the other op's result."""
+        size, stride, offset, _ = merged(geometry_of(made), self.groups)  # type: ignore[misc]
+        return made.as_strided(size, stride, offset)
+
+
+Lay = Layout | Regrouped | None
+"""How an op reads a tensor whose geometry varies; None: as it comes from the op that made it."""
 
 
 class AnyOf:

@@ -12,7 +12,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, scalars_of
 from recoup.runtime.rebuild.dynamic_program import with_varied_sizes
 from recoup.runtime.rebuild.learning import Learning
-from recoup.runtime.rebuild.step_program import StepProgram
+from recoup.runtime.rebuild.step_program import StepKey, StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
@@ -48,44 +48,42 @@ class Calls:
         self._left: set[Any] = set()  # kinds of steps the last of which left its program
         self._num_tries: dict[Any, int] = {}  # to learn a program
 
-    def begin(self, recorder: Any, key: Any, kind: Any) -> StepRun | Learning | None:
-        """Returns what follows a step: the program of earlier ones like it, or who learns one; None after some tries.
-
-        Args:
-            key: equal for steps that may be alike. kind: but for their sizes.
-        """
-        is_observed = execution_context.observer() is not None
-        learns_again = kind in self._left and self._num_tries.get(kind, 0) < MOST_TRIES
-        for program in () if is_observed else (self._programs.get(key), self._varied.get(kind)):
-            if program is not None and not (program.is_varied and learns_again):
-                slots = program.slots()
-                if slots is not None:
-                    return self.follows(program, slots, recorder)
-        num_tries = max(self._num_tries.get(key, 0), self._num_tries.get(kind, 0))
-        if is_observed or num_tries >= MOST_TRIES or len(self._programs) >= MOST_TRIES:
+    def begin(self, recorder: Any, key: StepKey) -> StepRun | Learning | None:
+        """Returns what follows a step: the program of one like it, or who learns one; None after some tries."""
+        if execution_context.observer() is not None:
             return None
-        counted = kind if learns_again else key
-        self._num_tries[counted] = self._num_tries.get(counted, 0) + 1
+        alike, kind = key
+        learns_again = kind in self._left and self._num_tries.get(kind, 0) < MOST_TRIES
+        for program in (self._programs.get(alike), None if learns_again else self._varied.get(kind)):
+            slots = None if program is None else program.slots()
+            if program is not None and slots is not None:
+                return self.follows(program, slots, recorder)
+        counted = kind if learns_again else alike
+        num_tries = self._num_tries.get(counted, 0)
+        if num_tries >= MOST_TRIES or len(self._programs) >= MOST_TRIES:
+            return None
+        self._num_tries[counted] = num_tries + 1
         return self.learns(recorder)
 
-    def end(self, key: Any, kind: Any, followed: StepRun | Learning | None) -> None:
+    def end(self, key: StepKey, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
+        alike, kind = key
         if isinstance(followed, Learning):
             self._left.discard(kind)
             program = followed.program()
-            if program is not None:
-                self._programs[key] = program
-                self._vary(key, kind, program)
-        elif followed is not None and not followed.is_done and self._programs.pop(key, None) is None:
+            if program is not None and not self._is_varied(program, kind):
+                self._programs[alike] = program
+        elif followed is not None and not followed.is_done and self._programs.pop(alike, None) is None:
             self._left.add(kind)
 
-    def _vary(self, key: Any, kind: Any, program: StepProgram) -> None:
+    def _is_varied(self, program: StepProgram, kind: Any) -> bool:
         """Has steps of other sizes follow a new program, if an earlier one did the same with other sizes."""
         before = self._varied.get(kind) or self._latest.get(kind)
         self._latest[kind] = program
-        if self.varies and before is not None and with_varied_sizes(before, program):
-            self._varied[kind] = program
-            del self._programs[key]
+        if not self.varies or before is None or not with_varied_sizes(before, program):
+            return False
+        self._varied[kind] = program
+        return True
 
     def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
         """Returns the forms of a function's calls that may be like one with these arguments."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.saved_apart import Apart
 from recoup.runtime.rebuild.segment_program import NotedSegment, RebuiltSave, SegmentProgram, is_slight
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.slots import Slots, memory_of
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
     KEEP,
@@ -29,7 +29,7 @@ from recoup.runtime.rebuild.step_program import (
     last_uses,
     parts_of,
 )
-from recoup.runtime.rebuild.values import Geometry, Value, geometry_of, share_storage
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 
 class Learning:
@@ -44,13 +44,11 @@ class Learning:
         self.failed = False
         self._calls: list[ProgramCall] = []
         self._saves: list[tuple[Any, Value | None, Geometry]] = []
-        self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._num_slots = 0
+        self._slots = Slots()
         self._constants: list[tuple[nn.Parameter, int]] = []
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self.is_open = False  # a call runs: with a form; any
-        self._storages: dict[weakref.ref[Any], int] = {}  # of tensors met that live; a slot over each
         self._apart = Apart()
         self._latest: list[RebuiltSave] = []  # saved since the call began
         self._before: list[RebuiltSave] = []  # in the call before it
@@ -75,13 +73,15 @@ class Learning:
         call = ProgramCall(func, form, reads)
         call.has_grad = torch.is_grad_enabled()
         enters = []
-        for i, tensor in enumerate(tensors):
-            slot = self._slot(tensor)
-            value = self._recorder.existing(tensor)
+        dense = [tensor if tensor.layout is torch.strided else None for tensor in tensors]
+        # So that it is known where each was met first, and what was in it.
+        self._values_now = [None if tensor is None else self._recorder.value_of(tensor) for tensor in dense]
+        for i, (tensor, value) in enumerate(zip(tensors, self._values_now, strict=True)):
+            slot = self._slots.of(tensor)
             if slot is None:
-                slot = self._new_slot(tensor)
-                if tensor.layout is not torch.strided or weakref.ref(tensor.untyped_storage()) in self._storages:
-                    self.failed = True  # over memory that was met before: the next step's need not be
+                is_met, slot = self._slots.has_met(tensor), self._slots.give(tensor)
+                if is_met:
+                    self.failed = True  # the next step's need not lie over that memory
                 if type(tensor) is nn.Parameter:
                     self._constants.append((tensor, slot))
                 else:
@@ -96,8 +96,8 @@ class Learning:
         self._look_again()
         self._before, self._latest = self._latest, []
         self._calls.append(call)
-        self._see(index, False, list(enumerate(tensors)))
-        self._meet(tensors)
+        self._see(index, False, enumerate(self._values_now))
+        self._slots.meet(tensors)
         self._handed_now = tensors
         self._is_inside = form is not None
         self.is_open = True
@@ -109,21 +109,24 @@ class Learning:
         items = enumerate(out) if isinstance(out, (tuple, list)) else [(-1, out)]
         outs = [(i, item) for i, item in items if isinstance(item, torch.Tensor)]
         if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
-            new = [(i, t) for i, t in outs if self._slot(t) is None]
-            over = [(i, t, self._under(t, [t for _, t in outs])) for i, t in new]
+            new = [(i, t) for i, t in outs if self._slots.of(t) is None]
+            pool = [*self._handed_now, *[t for _, t in outs]]
+            over = [(i, t, memory_of(t, pool)) for i, t in new]
             views = [(i, t, at) for i, t, at in over if at is not None]
-            call.views = [(i, self._new_slot(t), at, (geometry_of(t), t.requires_grad)) for i, t, at in views]
+            call.views = [(i, self._slots.give(t), at, (geometry_of(t), t.requires_grad)) for i, t, at in views]
             others = [self._recorder.existing(t) for i, t, at in over if at is None]
             self._of_others.update(v for v in others if v is not None)
         else:
-            call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
-            self._meet([t for _, t in outs])
+            call.gives = [(i, self._slots.give(t)) for i, t in outs if self._slots.of(t) is None]
+            self._slots.meet([t for _, t in outs])
         call.num_ops = num_ops
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
-        self._rests.returned(self._recorder.num_made, map(self._recorder.existing, [t for _, t in outs]))
-        self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
+        values = [self._recorder.existing(t) for _, t in outs]
+        self._rests.returned(self._recorder.num_made, values)
+        # What it was handed and wrote to has its new value from the next call on.
+        self._see(index, True, zip([i for i, _ in outs], values, strict=True))
         self._is_inside = self.is_open = False
         self._handed_now = ()
 
@@ -132,19 +135,10 @@ class Learning:
         is_top = not _torch.has_user_function_modes()
         self._passed.append(Passed(path, len(self._calls), len(self._saves), self._recorder.deriving, is_top))
 
-    def _under(self, tensor: torch.Tensor, results: Sequence[torch.Tensor]) -> int | None:
-        """Returns the place, among what a call was handed and its results, of one whose memory a result shares."""
-        pool = [*self._handed_now, *results] if type(tensor) is torch.Tensor else []
-        places = [i for i, other in enumerate(pool) if share_storage(other, tensor)]
-        return None if not places or (len(places) == 1 and pool[places[0]] is tensor) else places[0]
-
     def begin_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call runs of which it is seen afterwards whether it has a form; `settle` is told."""
         handed, scalars = parts_of(args, kwargs)
         tensors = list({id(tensor): tensor for tensor in handed}.values())
-        dense = [tensor if tensor.layout is torch.strided else None for tensor in tensors]
-        # So that it is known where each was met first, and what was in it.
-        self._values_now = [None if tensor is None else self._recorder.value_of(tensor) for tensor in dense]
         self._num_written = len(self._written)
         call = self.begin(func, None, tensors)
         call.scalars = scalars
@@ -202,43 +196,21 @@ class Learning:
             kind = RebuiltSave(packed)
             self._latest.append(kind)
         if not self._is_inside and type(packed) is Rebuilt:
-            self._apart.note(len(self._saves), tensor, self.slot_under(tensor))
+            self._apart.note(len(self._saves), tensor, self._slots.over(tensor))
         elif not self.is_open:  # in a call, `settle` sees to it
             self.failed = self.failed or kind not in (Kept, KeptView, KeptConstant)
             kind, value = Kept, None
         self._saves.append((kind, value, geometry_of(tensor)))
-
-    def _slot(self, tensor: Any) -> int | None:
-        known = self._slots.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
 
     def _look_again(self) -> None:
         """The next op may have begun, and with it a segment that rebuilds what was saved for it."""
         for save in (*self._before, *self._latest):
             save.look()
 
-    def slot_under(self, tensor: torch.Tensor) -> int:
-        """Returns the slot of a tensor over the same storage, -1 if there is none."""
-        return self._storages.get(weakref.ref(tensor.untyped_storage()), -1)
-
-    def _new_slot(self, tensor: Any) -> int:
-        slot = self._num_slots
-        self._num_slots = slot + 1
-        self._slots[id(tensor)] = weakref.ref(tensor), slot
-        return slot
-
-    def _meet(self, tensors: Sequence[Any]) -> None:
-        gone = self._storages.pop
-        for tensor in tensors:
-            if tensor.layout is torch.strided:
-                slot = self._slot(tensor)
-                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = -1 if slot is None else slot
-
-    def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
-        for position, tensor in tensors:
-            value = self._recorder.existing(tensor)
-            if value is not None and value not in self._seen:
-                self._seen[value] = index, is_result, position
+    def _see(self, index: int, is_result: bool, values: Iterable[tuple[int, Value | None]]) -> None:
+        for position, value in values:
+            if value is not None:
+                self._seen.setdefault(value, (index, is_result, position))
 
     # -- the program --------------------------------------------------------------------------------------------
 
@@ -303,7 +275,7 @@ class Learning:
             return None
         self._let_held_go(last, first_saves, idle)
         values = [value.without_history() for value in self._numbers]
-        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), frozenset(seen)
+        parts = values, self._slots.num, self._constants, masks, frozenset(self._casts), frozenset(seen)
         program = StepProgram(self._calls, saves, found, *parts, idle.boundaries, apart)
         idle.place([*program.calls, program.end])
         return program
@@ -339,7 +311,7 @@ class Learning:
             made = value.made if type(value.made) is Noted else None
             if made is None and not is_slight(value.base):
                 return None
-            is_listed = made is not None and not made.values and not value.base[3].is_floating_point
+            is_listed = made is not None and not made.values and value in self._seen and is_slight(value.base)
             if made is None or is_listed or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
                 # Made by a call without form, from nothing (`arange`), or from indices that are written over.
                 program.sources.add(number)
@@ -422,4 +394,4 @@ class Learning:
             after = max(bisect.bisect_right(first_saves, saved), 0 if seen is None else seen[0] + 1)
             if after < len(first_saves):
                 place = idle.begin(after) or self._calls[bisect.bisect_left(idle.stay, after)]
-                place.leaves = (*place.leaves, self._num_slots + number)
+                place.leaves = (*place.leaves, self._slots.num + number)

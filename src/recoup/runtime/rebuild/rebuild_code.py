@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Lay, Layout, Regrouped, Varied
 from recoup.runtime.rebuild.kept import laid
 from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.op_function import OpFunction
@@ -52,7 +52,7 @@ class Rerun:
     """
 
     form: RunsAgain
-    reads: tuple[tuple[int, Geometry | Layout | None], ...]
+    reads: tuple[tuple[int, Geometry | Lay], ...]
     gives: tuple[tuple[int, int], ...]
     drops: tuple[int, ...]
     writes: int
@@ -121,7 +121,7 @@ class RebuildCode:
         lines = ["def rebuild(start, begun, is_compact, layouts):"]
         here: set[int] = set()
         made: set[int] = set()
-        views: dict[tuple[int, Geometry | Layout], str] = {}
+        views: dict[tuple[int, Geometry | Lay], str] = {}
         for i, rerun in enumerate(self._reruns):
             tensors = []
             for number, geometry in rerun.reads:
@@ -134,6 +134,11 @@ class RebuildCode:
                 view = views.get((number, geometry))
                 if view is None:
                     view = views[number, geometry] = f"w{i}_{len(tensors)}"
+                    if isinstance(geometry, Regrouped):
+                        names[f"r{i}_{len(tensors)}"] = geometry.of
+                        lines.append(f"{view} = r{i}_{len(tensors)}(v{number})")
+                        tensors.append(view)
+                        continue
                     if isinstance(geometry, Layout):
                         lines.append(f"{view} = laid(v{number}, layouts[{geometry.index}])")
                         tensors.append(view)

@@ -67,10 +67,8 @@ class RederiveLearning(Learning):
             self.failed = True
             return
         self._handed = handed
-        new = [t.untyped_storage()._cdata for t in tensors if self._slot(t) is None]
+        new = [t.untyped_storage()._cdata for t in tensors if self._slots.of(t) is None]
         self.failed = self.failed or len(set(new)) < len(new)
-        for tensor in tensors:
-            self._recorder.value_of(tensor)
         call = self.begin(func, None, tensors)
         call.scalars = scalars
         call.note_items(args, kwargs, tensors)
@@ -130,7 +128,7 @@ class RederiveLearning(Learning):
         else:
             self.failed = True
         if value is not None and (kind == REBUILD or not self.is_open):
-            self._apart.note(len(self._kept), tensor, self.slot_under(tensor))
+            self._apart.note(len(self._kept), tensor, self._slots.over(tensor))
         number = -1 if value is None else self._number(value)
         self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
 
@@ -187,7 +185,7 @@ class RederiveLearning(Learning):
         if apart is None:
             return None
         numbers, calls = self._numbers, self._calls
-        parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)
+        parts = self._compacts, self._slots.num, self._constants, frozenset(self._casts), frozenset(seen)
         program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries, apart)
         idle.place([*calls, program.end])
         return program

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
-from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Lay, Varied
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
@@ -141,7 +141,7 @@ class SegmentProgram:
         self.calls: list[Any] = []
         self.twins: tuple[SegmentProgram, ...] = ()
         self._kinds: dict[int, Any] = {}
-        self._layouts: dict[tuple[int, int], Layout | None] = {}
+        self._layouts: dict[tuple[int, int], Lay] = {}
         self.sources: set[int] = set()
         self.constants: set[int] = set()
         self.narrow: set[int] = set()
@@ -152,9 +152,7 @@ class SegmentProgram:
         self._leads: dict[int, Lead] = {}
         self._nothing = Lead(None, ())
 
-    def vary(
-        self, layouts: dict[tuple[int, int], Layout | None], kinds: dict[int, Any], twins: tuple[Any, ...]
-    ) -> None:
+    def vary(self, layouts: dict[tuple[int, int], Lay], kinds: dict[int, Any], twins: tuple[Any, ...]) -> None:
         """Has it be rebuilt in steps of other sizes, too.
 
         Args:
@@ -239,7 +237,7 @@ class SegmentProgram:
             return found
         varied = []
         for i, rerun in enumerate(found):
-            reads: list[tuple[int, Geometry | Layout | None]] = []
+            reads: list[tuple[int, Geometry | Lay]] = []
             for place, (number, geometry) in enumerate(rerun.reads):
                 static = self.ops[rerun.at][0].geometries[place]
                 known = {geometry, *[other[i].reads[place][1] for other in others]}

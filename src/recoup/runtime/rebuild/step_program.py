@@ -22,7 +22,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -173,13 +173,20 @@ def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list
     return tensors, [(type(item), item if type(item) in PLAIN else None) for item in items]
 
 
-def like_step(args: tuple[Any, ...], kwargs: dict[str, Any], *, any_size: bool = False) -> Any:
-    """Returns what is equal for steps that may be alike; `any_size`: but for the sizes of what they are handed."""
+class StepKey(NamedTuple):
+    """What is equal for steps that may be alike, and what for those that may be but for the sizes of their inputs."""
+
+    alike: Any
+    of_any_size: Any
+
+
+def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
+    """Returns the key of a step of a module with these inputs."""
     items = (*args, *kwargs.values())
-    shapes = [
-        (item.dim() if any_size else item.shape) if isinstance(item, torch.Tensor) else type(item) for item in items
-    ]
-    return tuple(kwargs), tuple(shapes), _torch.is_autocast()
+    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
+    dims = [len(shape) if isinstance(shape, torch.Size) else shape for shape in shapes]
+    rest = module is not None and module.training, tuple(kwargs), _torch.is_autocast()
+    return StepKey((rest, tuple(shapes)), (rest, tuple(dims)))
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
