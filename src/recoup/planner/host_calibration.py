@@ -107,8 +107,8 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
             for name, decisions in plans.items():
                 with apply_decisions(model, decisions):
                     priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
-                    # The third step follows the program of those before.
-                    for _ in range(3 if follow_programs(decisions) else 1):
+                    # The second step follows the first one's program, and settles what its ops are called by.
+                    for _ in range(2 if follow_programs(decisions) else 1):
                         _step(model, x)
                     laps[name].append(_least([_step(model, x) for _ in range(3)]))
         tape_seconds = [min(_tape_seconds() for _ in range(10)) for _ in range(num_rounds)]

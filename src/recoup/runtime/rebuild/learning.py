@@ -311,8 +311,8 @@ class Learning:
             made = value.made if type(value.made) is Noted else None
             if made is None and not is_slight(value.base):
                 return None
-            is_listed = made is not None and not made.values and value in self._seen and is_slight(value.base)
-            if made is None or is_listed or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
+            is_met = value in self._seen and is_slight(value.base)
+            if made is None or (is_met and (not made.values or not set(made.values).isdisjoint(self._written))):
                 # Made by a call without form, from nothing (`arange`), or from indices that are written over.
                 program.sources.add(number)
                 continue
