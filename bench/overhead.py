@@ -12,6 +12,8 @@ round. Microseconds:
 - *backward, a rebuilt tensor*: backward above plain, less the ops that run again (timed by themselves), over the saved
   tensors that are rebuilt.
 - *a region*: the same over forward and backward, over the regions.
+
+*Varied lengths*: each step has another length, as padded texts have; medians of ratios to steps of the same length.
 """
 
 from __future__ import annotations
@@ -232,6 +234,18 @@ def _turn(model: Model, x: Tensor) -> tuple[float, float]:
     return min([_step(model, x) for _ in range(_NUM_IN_A_ROW)], key=sum)
 
 
+def _varied(models: dict[str, Model], rounds: int) -> dict[str, list[float]]:
+    """Returns the microseconds of steps of many lengths, the same for all models."""
+    found: dict[str, list[float]] = {kind: [] for kind in models}
+    for i in range(-_NUM_IN_A_ROW, rounds * _NUM_IN_A_ROW):
+        x = torch.randn(ROWS, COLUMNS // 2 + i * 7 % COLUMNS, WIDTH)
+        for kind, model in models.items():
+            microseconds = sum(_step(model, x))
+            if i >= 0:
+                found[kind].append(microseconds)
+    return found
+
+
 def _peak_bytes(model: Model, x: Tensor) -> int:
     held_bytes = storage_bytes([*model.parameters(), x])
     peak = measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=held_bytes)
@@ -273,6 +287,7 @@ def measure(name: str, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
             laps = [_microseconds(lambda: [f(*a, **k) for f, a, k in ops.again])[0] for _ in range(9)]
         again[kind] = statistics.median(laps)
         models[kind].zero_grad()
+    varied = _varied(models, rounds) if name != "batch norm" else {}  # whose layers are of one length
     found: dict[str, dict[str, float]] = {}
     for kind in models:
         forward = statistics.median(a[0] - b[0] for a, b in zip(times[kind], times["plain"], strict=True))
@@ -287,6 +302,9 @@ def measure(name: str, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
             "again_ops": float(num_again[kind]),
             "again_us": again[kind],
         }
+        if varied:
+            figures["varied_of_plain"] = _median_ratio(varied[kind], varied["plain"])
+            figures["varied_of_checkpoint"] = _median_ratio(varied[kind], varied["checkpoint"])
         if kind in events and events[kind].num_rederived:
             figures["rebuilt"] = float(events[kind].num_rederived)
             figures["rebuilt_us"] = (backward - again[kind]) / events[kind].num_rederived
@@ -299,12 +317,16 @@ def measure(name: str, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
     return found
 
 
+def _median_ratio(one: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Returns the figures as Markdown."""
     lines = [
         "| model | plan | step, of plain's | of checkpoint's | peak, of checkpoint's | forward, an op | "
-        "rebuilt tensors | backward, each | regions | each | its ops |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "rebuilt tensors | backward, each | regions | each | its ops | varied lengths, of plain's | of checkpoint's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, kinds in found.items():
         plain, by_hand = kinds["plain"]["step_us"], kinds["checkpoint"]
@@ -313,9 +335,13 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
             region = "| |"
             if "regions" in f:
                 region = f"{f['regions']:.0f} | {f['region_us']:.0f} | {f['again_ops'] / f['regions']:.0f}"
+            varied = " | |"
+            if "varied_of_plain" in f:
+                varied = f" {f['varied_of_plain']:.2f} | {f['varied_of_checkpoint']:.2f} |"
             lines.append(
                 f"| {name} | {kind} | {f['step_us'] / plain:.2f} | {f['step_us'] / by_hand['step_us']:.2f} | "
                 f"{f['peak_bytes'] / by_hand['peak_bytes']:.2f} | {f['forward_op_us']:.1f} | {rebuilt} | {region} |"
+                f"{varied}"
             )
     return "\n".join(lines)
 
