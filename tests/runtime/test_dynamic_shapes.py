@@ -19,6 +19,7 @@ from recoup.runtime.rebuild import held_recorder
 from recoup.runtime.rebuild.dynamic_shapes import Varied, common, grouping, merged
 from recoup.runtime.rebuild.step_run import StepRun
 from tests.runtime.random_programs import WIDTH, Program
+from tests.runtime.test_held_fuzz import backward, ops_of, random_marks
 
 ROWS, HEADS, MOST = 3, 4, 20
 LENGTHS = [7, 12, 9, 5, 16, 12]
@@ -205,22 +206,43 @@ def test_steps_with_one_element_or_none(step: Step, lengths: list[int]) -> None:
     assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_programs_of_varied_sizes(seed: int) -> None:
+def _of_any_size(seed: int, length: int) -> Program:
+    """Returns a random program without steps that follow from the number of rows, or run a cell."""
+    torch.manual_seed(seed)
+    model = Program(seed, length=length)
+    model.varies = False
+    model.steps = [step for step in model.steps if step[0] not in (19, 21, 23, 24)] or [(1, 2)]
+    return model
+
+
+def _train_random(seed: int, length: int, decisions: list[Any], sizes: list[int]) -> list[Tensor]:
+    model, found = _of_any_size(seed, length), []
+    with apply_decisions(model, decisions):
+        for size in sizes:
+            x = torch.randn(size, WIDTH, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=seed % 5 == 1):
+                loss = model(x)
+            backward(loss, model, x, seed % 5)
+            found += [x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("seed", "length"), [*[(seed, 4) for seed in range(12)], (1, 14), (2, 14), (69, 14), (242, 14)]
+)
+def test_random_programs_of_varied_sizes(
+    seed: int, length: int, monkeypatch: pytest.MonkeyPatch, varied: list[tuple[bool, bool]]
+) -> None:
     rng = random.Random(seed)
-    sizes = [rng.choice([rng.randrange(40, 90), 48]) for _ in range(8)]
-    results = []
-    for decisions in ([], [Rebuild(path="")]):
-        torch.manual_seed(seed)
-        model = Program(seed, length=rng.choice([3, 3]))
-        found = []
-        with apply_decisions(model, decisions):
-            for size in sizes:
-                x = torch.randn(size, WIDTH, requires_grad=True)
-                model(x).backward()
-                found += [x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
-        results.append(found)
-    assert len(results[0]) == len(results[1]) and all(map(equal_values, *results))
+    sizes = [rng.randrange(40, 90) for _ in range(7)]
+    plain = _train_random(seed, length, [], sizes)
+    x = torch.randn(48, WIDTH, requires_grad=True)
+    addresses = ops_of(_of_any_size(seed, length), x, monkeypatch)
+    for share in (0.0, 0.1, 0.4):
+        starts, pieces = rng.choice([0.0, 0.03, 0.2]), rng.choice([0.0, 0.1, 0.3])
+        marks = random_marks(addresses, rng, share=share, starts=starts, pieces=pieces)
+        planned = _train_random(seed, length, [Rebuild(path="", marks=marks)], sizes)
+        assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
 
 
 @pytest.mark.parametrize("step", [_layers, _attention])

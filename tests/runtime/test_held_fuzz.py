@@ -78,6 +78,23 @@ def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> 
         loss.backward()
 
 
+def random_marks(
+    addresses: list[OpMark], rng: random.Random, *, share: float, starts: float, pieces: float
+) -> tuple[OpMark, ...]:
+    """Returns a plan: a share of ops is held, others begin segments or pieces."""
+    return tuple(
+        dataclasses.replace(
+            a,
+            holds=rng.random() < share,
+            begins_segment=rng.random() < starts,
+            saves=rng.random() < 0.2,
+            begins_piece=rng.random() < pieces,
+            is_joint=rng.random() < 0.3,
+        )
+        for a in addresses
+    )
+
+
 def train(seed: int, plan: Rebuild | Rederive | None, num_steps: int = 5) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
@@ -108,17 +125,7 @@ def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.Monke
     rng = random.Random(seed)
     for share in (0.0, 0.1, 0.4):
         starts, pieces = rng.choice([0.0, 0.03, 0.2]), rng.choice([0.0, 0.1, 0.3])
-        marks = tuple(
-            dataclasses.replace(
-                a,
-                holds=rng.random() < share,
-                begins_segment=rng.random() < starts,
-                saves=rng.random() < 0.2,
-                begins_piece=rng.random() < pieces,
-                is_joint=rng.random() < 0.3,
-            )
-            for a in addresses
-        )
+        marks = random_marks(addresses, rng, share=share, starts=starts, pieces=pieces)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*took a step that its plan was not made for.*")
             planned = train(seed, Rebuild(path="", marks=marks))

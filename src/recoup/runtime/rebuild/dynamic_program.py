@@ -205,6 +205,9 @@ class _Comparison:
         _same(one.asked.keys(), other.asked.keys())
         _same(len(one.ops), len(other.ops))
         layouts: dict[tuple[int, int], Lay] = {}
+        held = other.sources | other.constants
+        if other.around >= 0:  # a piece may start from what the segment around it does not make, either
+            held |= self._program.segments[other.around].sources & other.starts
         for at, ((form, reads, gives), (of, *rest), call) in enumerate(
             zip(one.ops, other.ops, other.calls, strict=True)
         ):
@@ -219,8 +222,7 @@ class _Comparison:
                 known = picks[place] >= len(call.form.geometries) or call.reads[picks[place]] not in self._open
                 if known and all([geometry == geometries[0] for geometry in geometries]):
                     continue
-                # What is kept in a smaller dtype is made anew as it lay.
-                is_start = (number in other.sources or number in other.constants) and number not in other.narrow
+                is_start = number in held and number not in other.narrow  # else it is made, or made anew, as it lay
                 is_inside = picks[place] >= len(call.form.geometries)
                 is_own = is_inside or call.reads[picks[place]] in self._own
                 are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]

@@ -239,9 +239,9 @@ class SegmentProgram:
         for i, rerun in enumerate(found):
             reads: list[tuple[int, Geometry | Lay]] = []
             for place, (number, geometry) in enumerate(rerun.reads):
-                static = self.ops[rerun.at][0].geometries[place]
                 known = {geometry, *[other[i].reads[place][1] for other in others]}
-                reads.append((number, None if known == {None} else self._layouts.get((rerun.at, place), static)))
+                static = None if known == {None} else self.ops[rerun.at][0].geometries[place]
+                reads.append((number, self._layouts.get((rerun.at, place), static)))
             writes = rerun.writes if all([other[i].writes == rerun.writes for other in others]) else -1
             varied.append(dataclasses.replace(rerun, reads=tuple(reads), writes=writes))
         return varied
