@@ -799,6 +799,18 @@ def attention_flags() -> tuple[Any, ...]:
     return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
+def attention_choice(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int | None:
+    """Returns which kernel `scaled_dot_product_attention` takes for these arguments (torch 2.11, 2.13); None: unknown.
+
+    Freed by: a public function that says it.
+    """
+    choice = getattr(torch, "_fused_sdp_choice", None)
+    try:
+        return None if choice is None else int(choice(*args, **(kwargs or {})))
+    except (TypeError, RuntimeError):
+        return None
+
+
 def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None, bool]:
     """Returns what of this thread decides, beside its arguments, which ops a call runs and saves (torch 2.11, 2.13).
 

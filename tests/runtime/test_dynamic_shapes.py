@@ -186,7 +186,8 @@ def test_steps_of_other_sizes_follow_one_program(step: Step, varied: list[tuple[
     lengths = LENGTHS * 2
     plain, planned = _train(step, [], lengths), _train(step, [Rebuild(path="")], lengths)
     assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
-    assert varied.count((True, True)) >= len(lengths) // 2
+    assert varied.count((True, True)) >= len(lengths) // 3
+    assert all(is_done for _, is_done in varied) or step is _experts  # of which one may get no row, or one
 
 
 @pytest.mark.parametrize("step", OTHERS)

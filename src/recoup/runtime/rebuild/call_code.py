@@ -146,6 +146,9 @@ class _Writer:
         for position, number in call.reads_constants:
             name, word = self._named("number", number), self._tensors[position]
             self._checks.append(f"{name} not in run.constants and not run.reads_constant({name}, {word})")
+        if call.looks_at_choice:
+            choice = self._named("choice", form.attention_choice)
+            self._checks.append(f"attention_choice(args, kwargs) != {choice}")
         for layout in call.layouts:
             self._checks.append(f"not run.lies({self._named('layout', layout)}, {self._tensors[layout.position]})")
         for position, number in call.keeps:
@@ -252,5 +255,6 @@ _ASKED: dict[str, Any] = {
     "default_dtype": torch.get_default_dtype,
     "is_autocast": _torch.is_autocast,
     "autocast_state": _torch.autocast_state,
+    "attention_choice": _torch.attention_choice,
     "attention_flags": _torch.attention_flags,
 }

@@ -30,7 +30,8 @@ class CallForm:
     """One call of a torch function.
 
     Attributes:
-        state, attention_flags: what else decided about its ops; the latter of an attention alone.
+        state, attention_flags: what else decided about its ops; the latter of an attention alone, of which
+            attention_choice tells the kernel.
         geometries: of its tensors. is_kind: whether others have their metadata, sizes and strides apart.
         kinds: classes of its arguments, those in lists, tuples and slices after these. names: of its keyword arguments.
         ops: the recorded ones, each with the numbers of the values that it reads: first those of the call's tensors,
@@ -62,6 +63,7 @@ class CallForm:
         "_scalars",
         "_types",
         "aliases",
+        "attention_choice",
         "attention_flags",
         "casts",
         "counted",
@@ -115,6 +117,7 @@ class CallForm:
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
         self.state = state
         self.attention_flags = attention_flags
+        self.attention_choice: int | None = None
         self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
         self.aliases: tuple[tuple[int, int], ...] = ()
         self.saves: tuple[tuple[int | None, Geometry], ...] = ()
@@ -215,7 +218,11 @@ def form_before(
         return None
     flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else None
     settings: dict[str, Any] = {"state": state, "attention_flags": flags}
-    return CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, **settings), tensors
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, **settings)
+    if flags is not None:
+        with _torch.past_dispatch_modes():
+            form.attention_choice = _torch.attention_choice(args, kwargs)
+    return form, tensors
 
 
 def _is_alike() -> bool:

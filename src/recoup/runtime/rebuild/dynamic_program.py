@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
+from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
 from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
 from recoup.runtime.rebuild.rewriting import Rewriting
@@ -30,7 +31,7 @@ from recoup.runtime.rebuild.step_program import REBUILD, ProgramCall, StepProgra
 from recoup.runtime.rebuild.values import Geometry
 
 _SAME_CALL = operator.attrgetter(
-    *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants", "num_ops"),
+    *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants"),
     *("first_save", "end_save", "last_save", "is_hooked", "stays_hooked", "has_grad", "deriving", "is_loose", "names"),
 )
 _SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops", "deriving", "index", "untold")
@@ -131,13 +132,13 @@ class _Comparison:
         if one.is_loose:
             return
         if one.form is None or other.form is None:
-            _same(one.form, other.form)
+            _same(one.form, other.form)  # it may run as many ops as it likes: the tiles of a loss
             pairs = zip(one.scalars, other.scalars, strict=True)
             scalars = [(self._scalar_kind(a[0], b[0]), self._scalar(a[1], b[1])) for a, b in pairs]
             self._set(other, "scalars", scalars)
             is_open = True
         else:
-            _same(one.form.state, other.form.state)
+            _same((one.form.state, one.num_ops), (other.form.state, other.num_ops))
             _same(one.form.attention_flags, other.form.attention_flags)
             if one.items is None or other.items is None:
                 raise _Differ
@@ -162,9 +163,21 @@ class _Comparison:
             self._open.update(slot for _, slot in other.gives)
             self._open.update(view[1] for view in other.views)
             self._open_calls.add(other)
+            if other.form is not None and other.form.attention_flags is not None:
+                self._compare_attention(one.form, other.form)  # type: ignore[arg-type]
+                self._set(other, "looks_at_choice", True)
         if other.form is not None:
             made = {position for position, _, _ in other.form.results}
             self._own.update(slot for position, slot in other.gives if position in made)
+
+    def _compare_attention(self, one: CallForm, other: CallForm) -> None:
+        """Which kernel an attention takes may follow from the sizes: that is asked in each step.
+
+        Autocast's casts would come between, where there is something to cast.
+        """
+        _same(one.attention_choice, other.attention_choice)
+        if other.attention_choice is None or (other.state[2] is not None and torch.float32 in other.dtypes):
+            raise _Differ
 
     def _scalar_kind(self, one: type, other: type) -> type:
         _same(one, other)
@@ -213,8 +226,8 @@ class _Comparison:
         ):
             _same([reads, gives], rest)
             self._compare_ops(form, of)
-            if call.form is None or (call in self._open_calls and call.form.attention_flags is not None):
-                raise _Differ  # which kernel an attention takes may follow from the sizes
+            if call.form is None:
+                raise _Differ
             picks = next(picks for each, picks in call.form.ops if each is of)
             all_of = (*one.twins, one, other)
             for place, number in enumerate(reads):
@@ -226,7 +239,8 @@ class _Comparison:
                 is_inside = picks[place] >= len(call.form.geometries)
                 is_own = is_inside or call.reads[picks[place]] in self._own
                 are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]
-                if is_own and not is_start and all(are_bases):
+                lies_so = is_own and not is_start and all(are_bases)
+                if lies_so or (is_inside and self._is_kept_so(one, (at, place), number, geometries[-2:])):
                     layouts[at, place] = None
                 elif is_inside and not is_start:
                     layouts[at, place] = self._regrouped([each.bases[number] for each in all_of], geometries)
@@ -242,11 +256,24 @@ class _Comparison:
 
     def _compare_ops(self, one: OpForm, other: OpForm) -> None:
         _same(_SAME_OP(one), _SAME_OP(other))
-        _same(one.op.op, other.op.op)
+        op = other.op.op
+        if isinstance(op, Rewriting) and isinstance(one.op.op, Rewriting):
+            _same(one.op.op.op, op.op)
+            if one.part != other.part:
+                _same([one.part, other.part], [one.geometries[0], other.geometries[0]])
+                self._set(op, "is_whole", True)
+        else:
+            _same(one.op.op, op)
         _same_scalars(one.rest, other.rest)
         _same_scalars(one.kwargs, other.kwargs)
-        if isinstance(one.op.op, Rewriting):
-            _same(one.part, other.part)
+
+    def _is_kept_so(
+        self, one: SegmentProgram, key: tuple[int, int], number: int, geometries: Sequence[Geometry]
+    ) -> bool:
+        """Whether what an op reads, made inside of its call, lies as autograd saves it, and is kept as that."""
+        if one.twins:
+            return one.lies_as_kept(key)
+        return [self._before.kept_geometry(number), self._program.kept_geometry(number)] == [*geometries]
 
     def _regrouped(self, bases: Sequence[Geometry], geometries: Sequence[Geometry]) -> Regrouped:
         """Returns how an op reads what an op of the same call has made."""

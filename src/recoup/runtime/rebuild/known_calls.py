@@ -45,6 +45,7 @@ class Calls:
         self._programs: dict[Any, StepProgram] = {}
         self._varied: dict[Any, StepProgram] = {}  # of steps whose sizes vary, by kind
         self._latest: dict[Any, StepProgram] = {}  # learned, by kind
+        self._learned: dict[Any, set[Any]] = {}  # which steps of a kind had a program
         self._left: set[Any] = set()  # kinds of steps the last of which left its program
         self._num_tries: dict[Any, int] = {}  # to learn a program
 
@@ -63,7 +64,9 @@ class Calls:
         if num_tries >= MOST_TRIES or len(self._programs) >= MOST_TRIES:
             return None
         self._num_tries[counted] = num_tries + 1
-        return self.learns(recorder)
+        learning = self.learns(recorder)
+        learning.keeps_lists = num_tries > 1 or any(other != alike for other in self._learned.get(kind, ()))
+        return learning
 
     def end(self, key: StepKey, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
@@ -71,15 +74,16 @@ class Calls:
         if isinstance(followed, Learning):
             self._left.discard(kind)
             program = followed.program()
-            if program is not None and not self._is_varied(program, kind):
+            if program is not None and not self._is_varied(program, alike, kind):
                 self._programs[alike] = program
         elif followed is not None and not followed.is_done and self._programs.pop(alike, None) is None:
             self._left.add(kind)
 
-    def _is_varied(self, program: StepProgram, kind: Any) -> bool:
+    def _is_varied(self, program: StepProgram, alike: Any, kind: Any) -> bool:
         """Has steps of other sizes follow a new program, if an earlier one did the same with other sizes."""
         before = self._varied.get(kind) or self._latest.get(kind)
         self._latest[kind] = program
+        self._learned.setdefault(kind, set()).add(alike)
         if not self.varies or before is None or not with_varied_sizes(before, program):
             return False
         self._varied[kind] = program

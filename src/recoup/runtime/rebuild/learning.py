@@ -31,17 +31,20 @@ from recoup.runtime.rebuild.step_program import (
 )
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
+_Segments = dict[Segment, NotedSegment]
+
 
 class Learning:
     """Notes a step while it is recorded.
 
     Attributes:
-        failed: it can have no program. is_open: a call of a torch function runs.
+        failed: it can have no program. is_open: a call of a torch function runs. keeps_lists: a list made of nothing
+            (`arange`) is held: it may be longer in another step.
     """
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.failed = False
+        self.failed = self.keeps_lists = False
         self._calls: list[ProgramCall] = []
         self._saves: list[tuple[Any, Value | None, Geometry]] = []
         self._slots = Slots()
@@ -53,8 +56,7 @@ class Learning:
         self._latest: list[RebuiltSave] = []  # saved since the call began
         self._before: list[RebuiltSave] = []  # in the call before it
         self._written: list[Value] = []
-        self._num_written = 0  # before the call that runs
-        self._values_now: list[Value | None] = []  # of what that was handed
+        self._num_written, self._values_now = 0, list[Value | None]()  # before the call that runs, of what it is handed
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
         self._casts: set[int] = set()
@@ -62,8 +64,6 @@ class Learning:
         self._passed: list[Passed] = []
         self._may_rest = _torch.saves_plainly()  # nobody else's hooks are on
         self._rests = Rests()
-
-    # -- notes --------------------------------------------------------------------------------------------------
 
     def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> ProgramCall:
         """Called before a call runs; returns its note."""
@@ -212,8 +212,6 @@ class Learning:
             if value is not None:
                 self._seen.setdefault(value, (index, is_result, position))
 
-    # -- the program --------------------------------------------------------------------------------------------
-
     def _number(self, value: Value) -> int:
         return self._numbers.setdefault(value, len(self._numbers))
 
@@ -243,13 +241,17 @@ class Learning:
                 saves.append((CONSTANT, -1, -1, None))
             else:
                 return None
-        programs = [self._segment(segment, noted, segments) for segment, noted in segments.items()]
-        found = [p for p in programs if p is not None]
-        if len(found) < len(programs):
-            return None
-        starts = {n for p in found for n in p.sources | p.constants}
-        rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}  # raises in backward, as plain would
-        if any(self._numbers.get(value, -1) in starts | rebuilt for value in self._written):
+        rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}
+        ahead: set[Value] = set()  # what is written over is rebuilt from nowhere: what is made of it is kept, if slight
+        while True:
+            programs = [self._segment(segment, segments, ahead) for segment in segments]
+            found = [p for p in programs if p is not None]
+            starts = {n for p in found for n in p.sources | p.constants}
+            over = {v for v in self._written if self._numbers.get(v, -1) in starts | rebuilt}
+            if over <= ahead:
+                break
+            ahead |= over
+        if over or len(found) < len(programs):  # it raises in backward, as plain would
             return None
         kept_numbers = {number for kind, _, number, _ in saves if kind == KEEP}
         if not self._place(found, kept_numbers):
@@ -280,12 +282,10 @@ class Learning:
         idle.place([*program.calls, program.end])
         return program
 
-    def _segment(
-        self, segment: Segment, noted: NotedSegment, all_noted: dict[Segment, NotedSegment]
-    ) -> SegmentProgram | None:
+    def _segment(self, segment: Segment, noted: _Segments, ahead: set[Value]) -> SegmentProgram | None:
         """Returns how a segment is rebuilt, None if something that it starts from cannot be held."""
-        wanted, held = noted.asked, noted.held
-        program = SegmentProgram(-1 if segment.around is None else all_noted[segment.around].number)
+        wanted, held = noted[segment].asked, noted[segment].held
+        program = SegmentProgram(-1 if segment.around is None else noted[segment.around].number)
         ops: dict[int, tuple[Noted, set[Value]]] = {}
         stack, seen = list(wanted), set(wanted)
         while stack:
@@ -311,8 +311,9 @@ class Learning:
             made = value.made if type(value.made) is Noted else None
             if made is None and not is_slight(value.base):
                 return None
-            is_met = value in self._seen and is_slight(value.base)
-            if made is None or (is_met and (not made.values or not set(made.values).isdisjoint(self._written))):
+            is_list = self.keeps_lists and made is not None and not made.values and value in self._seen
+            is_kept = value in self._seen and is_slight(value.base)
+            if made is None or (is_list and len(value.base[0]) == 1) or (is_kept and not ahead.isdisjoint(made.values)):
                 # Made by a call without form, from nothing (`arange`), or from indices that are written over.
                 program.sources.add(number)
                 continue

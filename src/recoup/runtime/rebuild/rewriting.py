@@ -18,20 +18,21 @@ from recoup.runtime.rebuild.values import Geometry
 class Rewriting:
     """Runs an op in place again, on a copy of the storage that it wrote to.
 
-    Args:
-        op: the overload. part: geometry of what it writes over.
+    Attributes:
+        op: the overload. part: geometry of what it writes over. is_whole: it is the whole storage, however large.
     """
 
-    __slots__ = ("_function", "part")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rewriting) and (other._function.op, other.part) == (self._function.op, self.part)
-
-    __hash__ = object.__hash__
+    __slots__ = ("_function", "is_whole", "part")
 
     def __init__(self, op: Any, part: Geometry) -> None:
         self._function = OpFunction(op)
         self.part = part
+        self.is_whole = False
+
+    @property
+    def op(self) -> Any:
+        """The overload."""
+        return self._function.op
 
     def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the whole storage after the op."""
@@ -41,7 +42,10 @@ class Rewriting:
     def over(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Writes over the storage itself and returns it."""
         size, stride, offset, dtype = self.part
-        part = whole.as_strided(size, stride, offset) if whole.dtype is dtype else laid(whole, self.part)
+        if self.is_whole:
+            part = whole
+        else:
+            part = whole.as_strided(size, stride, offset) if whole.dtype is dtype else laid(whole, self.part)
         self._function.call(part, *args, **kwargs)
         return whole
 

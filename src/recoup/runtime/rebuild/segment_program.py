@@ -162,6 +162,10 @@ class SegmentProgram:
         self._layouts, self._kinds, self.twins = layouts, kinds, twins
         self._codes.clear()
 
+    def lies_as_kept(self, key: tuple[int, int]) -> bool:
+        """Whether an op, by its place, reads a tensor, by its, as it lies in steps of all sizes."""
+        return self._layouts.get(key, key) is None
+
     def base_of(self, number: int) -> Geometry | Varied:
         """Returns the geometry of what fills a value's storage, in all the steps that it is of."""
         found: Geometry | Varied = self._kinds.get(number, self.bases[number])

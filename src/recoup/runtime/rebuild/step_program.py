@@ -63,7 +63,8 @@ class ProgramCall:
         views: of a call without form, results over memory of what it was handed, or of another result: position, slot,
             place of the tensor that it shares it with, its geometry and whether it takes part in gradients.
         kinds: in a program of steps whose sizes vary, of what geometry its tensors are that are new to the step, by
-            position; else empty. layouts: what is noted there of how its tensors lie.
+            position; else empty. layouts: what is noted there of how its tensors lie. looks_at_choice: whether it is
+            looked which kernel an attention takes.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class ProgramCall:
         "last_save",
         "layouts",
         "leaves",
+        "looks_at_choice",
         "names",
         "num_ops",
         "reads",
@@ -119,7 +121,7 @@ class ProgramCall:
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = self.has_grad = True
-        self.is_hooked = self.stays_hooked = self.is_loose = False
+        self.is_hooked = self.stays_hooked = self.is_loose = self.looks_at_choice = False
 
     def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
         """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
@@ -293,6 +295,10 @@ class StepProgram:
         """Has steps of other sizes follow it, too: called once its geometries are those of all of them."""
         self.is_varied = True
         self._settle()
+
+    def kept_geometry(self, number: int) -> Any:
+        """Returns the geometry of the first saved tensor that a value is kept as, None if it is not."""
+        return next((geometry for kind, _, n, geometry in self.saves if n == number and kind == KEEP), None)
 
     def geometry_of_save(self, save: Saved) -> Any:
         """Returns the geometry of a saved tensor, None if that is not known."""
