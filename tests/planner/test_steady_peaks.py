@@ -106,7 +106,16 @@ def _halves(model: _Model, x: Tensor) -> Tensor:
     return _twice(model.second(out))
 
 
-LAYERS = (_plain, _spikes, _attention, _spectrum, _rotary, _graph, _gumbel, _lstm, _own_checkpoint, _halves)
+def _buckets(model: _Model, x: Tensor) -> Tensor:
+    positions = torch.arange(ROWS // 4)
+    apart = positions[None] - positions[:, None]
+    buckets = (apart > 0).long() * WIDTH // 2  # as T5 has them: a square of indices, written over
+    buckets += torch.where(apart.abs() < 8, apart.abs(), 8)
+    bias = F.embedding(buckets, model.second.weight)[..., 0]
+    return _twice(bias @ _twice(model.first(x)).view(ROWS // 4, -1)).view_as(x)
+
+
+LAYERS = (_plain, _spikes, _attention, _spectrum, _rotary, _graph, _gumbel, _lstm, _own_checkpoint, _halves, _buckets)
 
 
 def _train(layer: Layer, budget: str | None) -> tuple[list[Tensor], list[int], int]:
