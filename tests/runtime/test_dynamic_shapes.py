@@ -21,7 +21,7 @@ from recoup.runtime.rebuild.step_run import StepRun
 from tests.runtime.random_programs import WIDTH, Program
 from tests.runtime.test_held_fuzz import backward, ops_of, random_marks
 
-ROWS, HEADS, MOST = 3, 4, 20
+ROWS, HEADS, MOST = 3, 4, 48
 LENGTHS = [7, 12, 9, 5, 16, 12]
 Step = Callable[["_Model", Tensor], Tensor]
 
@@ -139,8 +139,21 @@ def _both_vary(model: _Model, x: Tensor) -> Tensor:
     return _act(y @ y.transpose(1, 2))
 
 
-OTHERS = [_cut_off, _divided_by_its_length, _other_for_long_ones, _pooled, _interpolated, _with_positions]
-OTHERS += [_last_ones, _both_vary, _written]
+def _distances(model: _Model, x: Tensor) -> Tensor:
+    y = _act(model.first(x))
+    return _act(torch.cdist(y, y * 2) @ y)  # by a product where there are many rows
+
+
+def _ordered_products(model: _Model, x: Tensor) -> Tensor:
+    y = _act(model.first(x)).flatten(0, 1)
+    return _act(
+        torch.linalg.multi_dot([y, y.t(), _act(y)]) + torch.linalg.multi_dot([y, model.second.weight, y.t()]) @ y
+    )
+
+
+OTHERS = [_distances, _ordered_products, _cut_off, _divided_by_its_length, _other_for_long_ones, _pooled]
+OTHERS += [_interpolated, _with_positions, _last_ones, _both_vary, _written]
+MIXED = ([*LENGTHS, *LENGTHS], [12, 14, 5, 3, 16, 6, 1, 9] * 2, [12, 14, 16, 2, 1, 4, 5], [40, 30, 20, 24, 33, 26])
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +204,7 @@ def test_steps_of_other_sizes_follow_one_program(step: Step, varied: list[tuple[
 
 
 @pytest.mark.parametrize("step", OTHERS)
-@pytest.mark.parametrize("lengths", [LENGTHS * 2, [12, 14, 5, 3, 16, 6, 1, 9] * 2, [12, 14, 16, 2, 1, 4, 5]])
+@pytest.mark.parametrize("lengths", MIXED)
 def test_steps_that_do_other_things_by_their_size(step: Step, lengths: list[int]) -> None:
     lengths = [max(length, 3) for length in lengths] if step is _last_ones else lengths
     plain, planned = _train(step, [], lengths), _train(step, [Rebuild(path="")], lengths)

@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
 from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.cheap_ops import CHEAP_NAMES
 from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
 from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
 from recoup.runtime.rebuild.rewriting import Rewriting
@@ -38,6 +40,19 @@ _SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops",
 _SAME_SEGMENT = operator.attrgetter("around", "sources", "constants", "narrow", "starts")
 _SAME_OP = operator.attrgetter("first", "is_single", "is_cast", "targets")
 _SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
+
+
+_OF_ANY_SIZE = frozenset(
+    [
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution", "grid_sampler_2d"),
+        *("index", "index_select", "index_add", "index_put", "index_copy", "index_fill", "gather", "scatter"),
+        *("scatter_add", "copy", "fill", "zero", "topk", "sort", "cumsum", "cumprod", "logsumexp", "_safe_softmax"),
+        *("linalg_vector_norm", "var", "var_mean", "std", "amax", "amin", "nll_loss_forward"),
+    ]
+)
+"""Beside cheap ops: those that a function comes to whatever the sizes. `torch.cdist` comes to one of two."""
+_BY_SIZE = frozenset([torch.chain_matmul, torch.linalg.multi_dot, F.multi_head_attention_forward])
+"""Functions that choose the order of products, or an attention's kernel, by the sizes."""
 
 
 class _Differ(Exception):
@@ -59,7 +74,6 @@ def with_varied_sizes(before: StepProgram, program: StepProgram) -> bool:
         return False
     for change in comparison.changes:
         change()
-    return True
 
 
 def _same(one: Any, other: Any) -> None:
@@ -226,7 +240,7 @@ class _Comparison:
         ):
             _same([reads, gives], rest)
             self._compare_ops(form, of)
-            if call.form is None:
+            if call.form is None or (call in self._open_calls and not _is_of_any_size(call.func, of)):
                 raise _Differ
             picks = next(picks for each, picks in call.form.ops if each is of)
             all_of = (*one.twins, one, other)
@@ -343,6 +357,16 @@ class _Comparison:
             call.layouts = tuple(self._noted.get(call, ()))
             call.follow = follow_code(call)
         self._program.vary()
+
+
+def _is_of_any_size(func: Any, form: OpForm) -> bool:
+    """Whether a function comes to an op whatever the sizes of its tensors."""
+    op = form.op.op
+    overload = op.op if isinstance(op, Rewriting) else op
+    if func in _BY_SIZE or not isinstance(overload, torch._ops.OpOverload):
+        return False
+    name = overload._schema.name.removeprefix("aten::").removesuffix("_")
+    return name in _OF_ANY_SIZE or name in CHEAP_NAMES
 
 
 def _same_scalars(one: Any, other: Any) -> None:
