@@ -44,13 +44,12 @@ _SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
 
 _OF_ANY_SIZE = frozenset(
     [
-        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution", "grid_sampler_2d"),
-        *("index", "index_select", "index_add", "index_put", "index_copy", "index_fill", "gather", "scatter"),
-        *("scatter_add", "copy", "fill", "zero", "topk", "sort", "cumsum", "cumprod", "logsumexp", "_safe_softmax"),
-        *("linalg_vector_norm", "var", "var_mean", "std", "amax", "amin", "nll_loss_forward"),
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "grid_sampler_2d", "_safe_softmax"),
+        *("index", "index_put", "copy", "fill", "zero", "linalg_vector_norm", "nll_loss_forward"),
     ]
 )
-"""Beside cheap ops: those that a function comes to whatever the sizes. `torch.cdist` comes to one of two."""
+"""Beside cheap ops, and those of a function's name: what functions come to whatever the sizes. `torch.cdist` comes to
+one of two ops."""
 _BY_SIZE = frozenset([torch.chain_matmul, torch.linalg.multi_dot, F.multi_head_attention_forward])
 """Functions that choose the order of products, or an attention's kernel, by the sizes."""
 
@@ -74,6 +73,7 @@ def with_varied_sizes(before: StepProgram, program: StepProgram) -> bool:
         return False
     for change in comparison.changes:
         change()
+    return True
 
 
 def _same(one: Any, other: Any) -> None:
@@ -360,13 +360,15 @@ class _Comparison:
 
 
 def _is_of_any_size(func: Any, form: OpForm) -> bool:
-    """Whether a function comes to an op whatever the sizes of its tensors."""
+    """Whether a function comes to an op whatever the sizes of its tensors, or to one that gives the same integers."""
     op = form.op.op
     overload = op.op if isinstance(op, Rewriting) else op
     if func in _BY_SIZE or not isinstance(overload, torch._ops.OpOverload):
         return False
     name = overload._schema.name.removeprefix("aten::").removesuffix("_")
-    return name in _OF_ANY_SIZE or name in CHEAP_NAMES
+    is_exact = not any([dtype.is_floating_point or dtype.is_complex for _, (_, _, _, dtype) in form.bases])
+    is_itself = getattr(func, "__name__", "").removesuffix("_") == name
+    return is_exact or is_itself or name in _OF_ANY_SIZE or name in CHEAP_NAMES
 
 
 def _same_scalars(one: Any, other: Any) -> None:

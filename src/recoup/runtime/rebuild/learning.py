@@ -30,6 +30,7 @@ from recoup.runtime.rebuild.step_program import (
     parts_of,
 )
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
+from recoup.thresholds import SMALL_BYTES
 
 _Segments = dict[Segment, NotedSegment]
 
@@ -38,8 +39,8 @@ class Learning:
     """Notes a step while it is recorded.
 
     Attributes:
-        failed: it can have no program. is_open: a call of a torch function runs. keeps_lists: a list made of nothing
-            (`arange`) is held: it may be longer in another step.
+        failed: it can have no program. is_open: a call of a torch function runs. keeps_lists: what is small and made of
+            nothing (`arange`) is held: it may be longer in another step.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -74,7 +75,6 @@ class Learning:
         call.has_grad = torch.is_grad_enabled()
         enters = []
         dense = [tensor if tensor.layout is torch.strided else None for tensor in tensors]
-        # So that it is known where each was met first, and what was in it.
         self._values_now = [None if tensor is None else self._recorder.value_of(tensor) for tensor in dense]
         for i, (tensor, value) in enumerate(zip(tensors, self._values_now, strict=True)):
             slot = self._slots.of(tensor)
@@ -110,8 +110,7 @@ class Learning:
         outs = [(i, item) for i, item in items if isinstance(item, torch.Tensor)]
         if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
             new = [(i, t) for i, t in outs if self._slots.of(t) is None]
-            pool = [*self._handed_now, *[t for _, t in outs]]
-            over = [(i, t, memory_of(t, pool)) for i, t in new]
+            over = [(i, t, memory_of(t, [*self._handed_now, *[t for _, t in outs]])) for i, t in new]
             views = [(i, t, at) for i, t, at in over if at is not None]
             call.views = [(i, self._slots.give(t), at, (geometry_of(t), t.requires_grad)) for i, t, at in views]
             others = [self._recorder.existing(t) for i, t, at in over if at is None]
@@ -123,9 +122,8 @@ class Learning:
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
-        values = [self._recorder.existing(t) for _, t in outs]
+        values = [self._recorder.existing(t) for _, t in outs]  # of what it was handed and wrote to, the new ones
         self._rests.returned(self._recorder.num_made, values)
-        # What it was handed and wrote to has its new value from the next call on.
         self._see(index, True, zip([i for i, _ in outs], values, strict=True))
         self._is_inside = self.is_open = False
         self._handed_now = ()
@@ -313,7 +311,11 @@ class Learning:
                 return None
             is_list = self.keeps_lists and made is not None and not made.values and value in self._seen
             is_kept = value in self._seen and is_slight(value.base)
-            if made is None or (is_list and len(value.base[0]) == 1) or (is_kept and not ahead.isdisjoint(made.values)):
+            if (
+                made is None
+                or (is_list and value.num_bytes() <= SMALL_BYTES)
+                or (is_kept and not ahead.isdisjoint(made.values))
+            ):
                 # Made by a call without form, from nothing (`arange`), or from indices that are written over.
                 program.sources.add(number)
                 continue

@@ -56,6 +56,10 @@ class Value:
     overwritten: tuple[Geometry, ...] = ()
     waiting: Waiting | None = None
 
+    def num_bytes(self) -> int:
+        """Returns the bytes of what fills the storage, 0 while that is unknown."""
+        return 0 if self.base is None else int(self.base[0].numel() * self.base[3].itemsize)
+
     def rebuilt(self) -> torch.Tensor | None:
         """Returns the contents if they were rebuilt and are held for somebody else."""
         return None if self.waiting is None else self.waiting.result()
