@@ -177,6 +177,8 @@ class _Comparison:
             self._open.update(slot for _, slot in other.gives)
             self._open.update(view[1] for view in other.views)
             self._open_calls.add(other)
+            if other.func in _BY_SIZE:
+                raise _Differ
             if other.form is not None and other.form.attention_flags is not None:
                 self._compare_attention(one.form, other.form)  # type: ignore[arg-type]
                 self._set(other, "looks_at_choice", True)
@@ -232,6 +234,7 @@ class _Comparison:
         _same(one.asked.keys(), other.asked.keys())
         _same(len(one.ops), len(other.ops))
         layouts: dict[tuple[int, int], Lay] = {}
+        made: dict[int, bool] = {}  # whether how it lies does not follow from what is compared
         held = other.sources | other.constants
         if other.around >= 0:  # a piece may start from what the segment around it does not make, either
             held |= self._program.segments[other.around].sources & other.starts
@@ -244,23 +247,30 @@ class _Comparison:
                 raise _Differ
             picks = next(picks for each, picks in call.form.ops if each is of)
             all_of = (*one.twins, one, other)
+            follows = True
             for place, number in enumerate(reads):
                 geometries = [each.ops[at][0].geometries[place] for each in all_of]
-                known = picks[place] >= len(call.form.geometries) or call.reads[picks[place]] not in self._open
-                if known and all([geometry == geometries[0] for geometry in geometries]):
+                is_inside = picks[place] >= len(call.form.geometries)
+                if is_inside:
+                    is_open = made.get(number, call in self._open_calls)
+                else:
+                    is_open = call.reads[picks[place]] in self._open
+                follows = follows and not is_open
+                if not is_open and all([geometry == geometries[0] for geometry in geometries]):
                     continue
                 is_start = number in held and number not in other.narrow  # else it is made, or made anew, as it lay
-                is_inside = picks[place] >= len(call.form.geometries)
                 is_own = is_inside or call.reads[picks[place]] in self._own
                 are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]
                 lies_so = is_own and not is_start and all(are_bases)
-                if lies_so or (is_inside and self._is_kept_so(one, (at, place), number, geometries[-2:])):
+                is_kept = is_start and is_inside
+                if lies_so or (is_kept and self._is_kept_so(one, (at, place), number, geometries[-2:])):
                     layouts[at, place] = None
                 elif is_inside and not is_start:
                     layouts[at, place] = self._regrouped([each.bases[number] for each in all_of], geometries)
                 else:
                     calls = [each.calls[at] for each in all_of]  # of earlier steps and of this one
                     layouts[at, place] = self._layout(call, picks[place], calls, geometries)
+            made.update((number, not follows) for _, number in gives)
         _same(one.bases.keys(), other.bases.keys())
         bases = {number: self._common(one.base_of(number), base) for number, base in other.bases.items()}
         is_varied = any(layouts.values()) or any([isinstance(base, Varied) for base in bases.values()])
@@ -363,11 +373,13 @@ def _is_of_any_size(func: Any, form: OpForm) -> bool:
     """Whether a function comes to an op whatever the sizes of its tensors, or to one that gives the same integers."""
     op = form.op.op
     overload = op.op if isinstance(op, Rewriting) else op
-    if func in _BY_SIZE or not isinstance(overload, torch._ops.OpOverload):
+    if not isinstance(overload, torch._ops.OpOverload):
         return False
     name = overload._schema.name.removeprefix("aten::").removesuffix("_")
     is_exact = not any([dtype.is_floating_point or dtype.is_complex for _, (_, _, _, dtype) in form.bases])
     is_itself = getattr(func, "__name__", "").removesuffix("_") == name
+    if not form.geometries and not is_itself and any([type(item) in (int, list, tuple) for item in form.rest]):
+        return False  # as large as something that the function was handed
     return is_exact or is_itself or name in _OF_ANY_SIZE or name in CHEAP_NAMES
 
 
