@@ -68,6 +68,14 @@ class CallLog:
                 for value in values:
                     value.made = noted
 
+    def values_before(self, handed: list[torch.Tensor], known: list[Value | None], recorder: Any) -> list[Value | None]:
+        """Returns what was in the storages of what the call was handed; `known`: as far as it was known before it."""
+        first = {address: old for address, old, _ in reversed(self.writes)}
+        return [
+            value or first.get(tensor.untyped_storage()._cdata) or recorder.existing(tensor)
+            for tensor, value in zip(handed, known, strict=True)
+        ]
+
     def add_other(self) -> None:
         """Notes an op that has no form."""
         self.ops = None

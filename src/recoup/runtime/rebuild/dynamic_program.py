@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
 from recoup.runtime.rebuild.call_forms import CallForm
-from recoup.runtime.rebuild.cheap_ops import CHEAP_NAMES
 from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
+from recoup.runtime.rebuild.of_any_size import BY_SIZE, is_of_any_size
 from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.segment_program import SegmentProgram
@@ -40,18 +39,6 @@ _SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops",
 _SAME_SEGMENT = operator.attrgetter("around", "sources", "constants", "narrow", "starts")
 _SAME_OP = operator.attrgetter("first", "is_single", "is_cast", "targets")
 _SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
-
-
-_OF_ANY_SIZE = frozenset(
-    [
-        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "grid_sampler_2d", "_safe_softmax"),
-        *("index", "index_put", "copy", "fill", "zero", "linalg_vector_norm", "nll_loss_forward"),
-    ]
-)
-"""Beside cheap ops, and those of a function's name: what functions come to whatever the sizes. `torch.cdist` comes to
-one of two ops."""
-_BY_SIZE = frozenset([torch.chain_matmul, torch.linalg.multi_dot, F.multi_head_attention_forward])
-"""Functions that choose the order of products, or an attention's kernel, by the sizes."""
 
 
 class _Differ(Exception):
@@ -177,7 +164,7 @@ class _Comparison:
             self._open.update(slot for _, slot in other.gives)
             self._open.update(view[1] for view in other.views)
             self._open_calls.add(other)
-            if other.func in _BY_SIZE:
+            if other.func in BY_SIZE:
                 raise _Differ
             if other.form is not None and other.form.attention_flags is not None:
                 self._compare_attention(one.form, other.form)  # type: ignore[arg-type]
@@ -243,7 +230,7 @@ class _Comparison:
         ):
             _same([reads, gives], rest)
             self._compare_ops(form, of)
-            if call.form is None or (call in self._open_calls and not _is_of_any_size(call.func, of)):
+            if call.form is None or (call in self._open_calls and not is_of_any_size(call.func, of)):
                 raise _Differ
             picks = next(picks for each, picks in call.form.ops if each is of)
             all_of = (*one.twins, one, other)
@@ -367,20 +354,6 @@ class _Comparison:
             call.layouts = tuple(self._noted.get(call, ()))
             call.follow = follow_code(call)
         self._program.vary()
-
-
-def _is_of_any_size(func: Any, form: OpForm) -> bool:
-    """Whether a function comes to an op whatever the sizes of its tensors, or to one that gives the same integers."""
-    op = form.op.op
-    overload = op.op if isinstance(op, Rewriting) else op
-    if not isinstance(overload, torch._ops.OpOverload):
-        return False
-    name = overload._schema.name.removeprefix("aten::").removesuffix("_")
-    is_exact = not any([dtype.is_floating_point or dtype.is_complex for _, (_, _, _, dtype) in form.bases])
-    is_itself = getattr(func, "__name__", "").removesuffix("_") == name
-    if not form.geometries and not is_itself and any([type(item) in (int, list, tuple) for item in form.rest]):
-        return False  # as large as something that the function was handed
-    return is_exact or is_itself or name in _OF_ANY_SIZE or name in CHEAP_NAMES
 
 
 def _same_scalars(one: Any, other: Any) -> None:

@@ -39,8 +39,7 @@ class Learning:
     """Notes a step while it is recorded.
 
     Attributes:
-        failed: it can have no program. is_open: a call of a torch function runs. keeps_lists: what is small and made of
-            nothing (`arange`) is held: it may be longer in another step.
+        failed: it can have no program. is_open: a call runs. keeps_lists: what is small and made of nothing is held.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -74,8 +73,7 @@ class Learning:
         call = ProgramCall(func, form, reads)
         call.has_grad = torch.is_grad_enabled()
         enters = []
-        dense = [tensor if tensor.layout is torch.strided else None for tensor in tensors]
-        self._values_now = [None if tensor is None else self._recorder.value_of(tensor) for tensor in dense]
+        self._values_now = [*map(self._recorder.existing, tensors)]
         for i, (tensor, value) in enumerate(zip(tensors, self._values_now, strict=True)):
             slot = self._slots.of(tensor)
             if slot is None:
@@ -135,9 +133,9 @@ class Learning:
 
     def begin_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call runs of which it is seen afterwards whether it has a form; `settle` is told."""
+        self._num_written = len(self._written)
         handed, scalars = parts_of(args, kwargs)
         tensors = list({id(tensor): tensor for tensor in handed}.values())
-        self._num_written = len(self._written)
         call = self.begin(func, None, tensors)
         call.scalars = scalars
         call.note_items(args, kwargs, tensors)
@@ -149,9 +147,11 @@ class Learning:
         call.form = form
         if form is not None and log is not None:
             log.note_ops()
-            written = [self._values_now[position] for position, _ in form.written]
+            values = log.values_before(list({id(t): t for t in handed}.values()), self._values_now, self._recorder)
+            self._see(len(self._calls) - 1, False, enumerate(values))
+            written = [values[position] for position, _ in form.written]
             if not form.passing:  # what it writes over inside of itself is saved in no other way
-                self._written[self._num_written :] = [value for value in written if value is not None]
+                self._written[self._num_written :] = [v for v in written if v is not None]
             self._apart.drop(call.first_save)
             self._casts.update(call.first_save + position for position in form.casts)
             return

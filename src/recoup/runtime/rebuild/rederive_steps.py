@@ -69,6 +69,8 @@ class RederiveLearning(Learning):
         self._handed = handed
         new = [t.untyped_storage()._cdata for t in tensors if self._slots.of(t) is None]
         self.failed = self.failed or len(set(new)) < len(new)
+        for tensor in tensors:
+            self._recorder.value_of(tensor)
         call = self.begin(func, None, tensors)
         call.scalars = scalars
         call.note_items(args, kwargs, tensors)
