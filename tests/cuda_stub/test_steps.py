@@ -97,5 +97,5 @@ def test_steps_with_dropout_follow_a_program(decision: Decision, monkeypatch: py
         for _ in range(4):
             _step(model, x)
         assert applied.log.num_rederived > 0
-    assert len(followed) == 2
+    assert len(followed) == 3
     assert all(run.is_done for run in followed)
