@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder
 from recoup.runtime.rebuild.dynamic_shapes import Varied, common, grouping, merged
+from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from tests.runtime.random_programs import WIDTH, Program
 from tests.runtime.test_held_fuzz import backward, ops_of, random_marks
@@ -265,10 +267,37 @@ def test_it_needs_no_more_memory_than_the_record(step: Step, varied: list[tuple[
     with apply_decisions(model, [Rebuild(path="")]):
         for length in (12, 16, 9, 12, 16, 9, 12):
             x = torch.randn(64 * ROWS, length, WIDTH)
-            peak = measure_peak(lambda x=x: model(x).backward(), device=torch.device("cpu"), held_bytes=0)  # type: ignore[misc]
+            step_of_x = functools.partial(lambda x: model(x).backward(), x)
+            peak = measure_peak(step_of_x, device=torch.device("cpu"), held_bytes=0)
             model.zero_grad()
             assert peaks.setdefault(length, peak) == peak
     assert varied.count((True, True)) >= 3
+
+
+def test_an_interrupted_comparison_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = StepProgram.vary, []
+
+    def vary(self: StepProgram) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(StepProgram, "vary", vary)
+    found = []
+    for decisions in ([], [Rebuild(path="")]):
+        torch.manual_seed(0)
+        model, gradients = _Model(_layers), []
+        with apply_decisions(model, decisions):
+            for length in LENGTHS * 2:
+                x = torch.randn(ROWS, length, WIDTH, requires_grad=True)
+                try:
+                    model(x).backward()
+                except KeyboardInterrupt:
+                    model(x).backward()
+                gradients.append(x.grad)
+        found.append(gradients)
+    assert len(calls) > 1 and all(map(equal_values, *found))
 
 
 def test_what_two_geometries_have_in_common() -> None:

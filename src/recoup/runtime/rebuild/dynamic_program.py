@@ -167,7 +167,8 @@ class _Comparison:
             if other.func in BY_SIZE:
                 raise _Differ
             if other.form is not None and other.form.attention_flags is not None:
-                self._compare_attention(one.form, other.form)  # type: ignore[arg-type]
+                assert one.form is not None  # as the other's
+                self._compare_attention(one.form, other.form)
                 self._set(other, "looks_at_choice", True)
         if other.form is not None:
             made = {position for position, _, _ in other.form.results}
@@ -232,7 +233,9 @@ class _Comparison:
             self._compare_ops(form, of)
             if call.form is None or (call in self._open_calls and not is_of_any_size(call.func, of)):
                 raise _Differ
-            picks = next(picks for each, picks in call.form.ops if each is of)
+            picks = next((picks for each, picks in call.form.ops if each is of), None)
+            if picks is None:
+                raise _Differ
             all_of = (*one.twins, one, other)
             follows = True
             for place, number in enumerate(reads):

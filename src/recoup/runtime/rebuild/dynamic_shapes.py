@@ -98,7 +98,7 @@ def _varied(
 
 
 def _without(order: Any, sizes: Sequence[int | None]) -> Any:
-    return order if order is None else tuple([(i, e) for i, e in order if sizes[i] is None or sizes[i] > 1])  # type: ignore[operator]
+    return order if order is None else tuple([(i, e) for i, e in order if (n := sizes[i]) is None or n > 1])
 
 
 def common(one: Geometry | Varied | None, other: Geometry | None) -> Geometry | Varied | None:
@@ -212,8 +212,9 @@ class Regrouped:
 
     def of(self, made: torch.Tensor) -> torch.Tensor:
         """Returns it, of the other op's result."""
-        size, stride, offset, _ = merged(geometry_of(made), self.groups)  # type: ignore[misc]
-        return made.as_strided(size, stride, offset)
+        geometry = merged(geometry_of(made), self.groups)
+        assert geometry is not None  # it lies in the order that it had in both steps
+        return made.as_strided(*geometry[:3])
 
 
 Lay = Layout | Regrouped | None

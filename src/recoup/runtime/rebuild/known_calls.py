@@ -82,12 +82,12 @@ class Calls:
     def _is_varied(self, program: StepProgram, alike: Any, kind: Any) -> bool:
         """Has steps of other sizes follow a new program, if an earlier one did the same with other sizes."""
         before = self._varied.get(kind) or self._latest.get(kind)
-        self._latest[kind] = program
         self._learned.setdefault(kind, set()).add(alike)
-        if not self.varies or before is None or not with_varied_sizes(before, program):
-            return False
-        self._varied[kind] = program
-        return True
+        is_varied = self.varies and before is not None and with_varied_sizes(before, program)
+        self._latest[kind] = program  # not one that is half changed: Ctrl-C may come before
+        if is_varied:
+            self._varied[kind] = program
+        return is_varied
 
     def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
         """Returns the forms of a function's calls that may be like one with these arguments."""
