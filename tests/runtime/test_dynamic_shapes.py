@@ -18,7 +18,7 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder
 from recoup.runtime.rebuild.dynamic_shapes import Varied, common, grouping, merged
-from recoup.runtime.rebuild.step_program import StepProgram
+from recoup.runtime.rebuild.segment_program import SegmentProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from tests.runtime.random_programs import WIDTH, Program
 from tests.runtime.test_held_fuzz import backward, ops_of, random_marks
@@ -275,15 +275,15 @@ def test_it_needs_no_more_memory_than_the_record(step: Step, varied: list[tuple[
 
 
 def test_an_interrupted_comparison_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = StepProgram.vary, []
+    real, calls = SegmentProgram.vary, []
 
-    def vary(self: StepProgram) -> None:
+    def vary(self: SegmentProgram, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        real(self)
+        real(self, *args)
 
-    monkeypatch.setattr(StepProgram, "vary", vary)
+    monkeypatch.setattr(SegmentProgram, "vary", vary)
     found = []
     for decisions in ([], [Rebuild(path="")]):
         torch.manual_seed(0)
