@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from recoup.evidence.gradients import equal_values
 from recoup.evidence.memory import measure_peak
-from recoup.ir.decision import Rebuild
+from recoup.ir.decision import Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import held_recorder
+from recoup.runtime.rebuild import held_recorder, saved_tensor
 from recoup.runtime.rebuild.dynamic_shapes import Varied, common, grouping, merged
-from recoup.runtime.rebuild.segment_program import SegmentProgram
 from recoup.runtime.rebuild.step_run import StepRun
+from recoup.runtime.rebuild.varied_ops import VariedOps
 from tests.runtime.random_programs import WIDTH, Program
 from tests.runtime.test_held_fuzz import backward, ops_of, random_marks
 
@@ -89,6 +89,17 @@ def _rolled(model: _Model, x: Tensor) -> Tensor:
     return _act(y[:, order] * torch.cat([y[:, 2:], y[:, :2].flip(1)], dim=1))
 
 
+def _masked(model: _Model, x: Tensor) -> Tensor:
+    y = _act(model.first(x))
+    places = torch.arange(x.shape[1])
+    scores = (y @ y.transpose(1, 2)).masked_fill(places[None] > places[:, None], float("-inf"))
+    return _act(scores.softmax(-1) @ y)
+
+
+def _drawn_before_gradients(model: _Model, x: Tensor) -> Tensor:
+    return _act(model.second(_act(model.first(F.dropout(_act(x.detach()), 0.2)))) + x)
+
+
 def _written(model: _Model, x: Tensor) -> Tensor:
     y = _act(model.first(x)).clone()
     y[:, : x.shape[1] // 2] *= 2
@@ -101,7 +112,17 @@ def _autocast(model: _Model, x: Tensor) -> Tensor:
         return _layers(model, x)
 
 
-FOLLOWED = [_layers, _attention, _fused_attention, _convolutions, _experts, _rolled, _autocast]
+FOLLOWED = [
+    _layers,
+    _drawn_before_gradients,
+    _masked,
+    _attention,
+    _fused_attention,
+    _convolutions,
+    _experts,
+    _rolled,
+    _autocast,
+]
 
 
 def _cut_off(model: _Model, x: Tensor) -> Tensor:
@@ -155,6 +176,7 @@ def _ordered_products(model: _Model, x: Tensor) -> Tensor:
 
 OTHERS = [_distances, _ordered_products, _cut_off, _divided_by_its_length, _other_for_long_ones, _pooled]
 OTHERS += [_interpolated, _with_positions, _last_ones, _both_vary, _written]
+PLANS = [Rebuild(path=""), Rederive(path="")]
 MIXED = ([*LENGTHS, *LENGTHS], [12, 14, 5, 3, 16, 6, 1, 9] * 2, [12, 14, 16, 2, 1, 4, 5], [40, 30, 20, 24, 33, 26])
 
 
@@ -162,6 +184,7 @@ MIXED = ([*LENGTHS, *LENGTHS], [12, 14, 5, 3, 16, 6, 1, 9] * 2, [12, 14, 16, 2, 
 def varied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, bool]]]:
     """Whether each followed program was one for all sizes, and followed to its end."""
     monkeypatch.setattr(held_recorder, "MIN_BYTES", 0)
+    monkeypatch.setattr(saved_tensor, "MIN_BYTES", 0)
     found: list[tuple[bool, bool]] = []
     real = StepRun.close
 
@@ -197,9 +220,10 @@ def _train(step: Step, decisions: list[Any], lengths: list[int]) -> list[Tensor]
 
 
 @pytest.mark.parametrize("step", FOLLOWED)
-def test_steps_of_other_sizes_follow_one_program(step: Step, varied: list[tuple[bool, bool]]) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_of_other_sizes_follow_one_program(step: Step, plan: Any, varied: list[tuple[bool, bool]]) -> None:
     lengths = LENGTHS * 2
-    plain, planned = _train(step, [], lengths), _train(step, [Rebuild(path="")], lengths)
+    plain, planned = _train(step, [], lengths), _train(step, [plan], lengths)
     assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
     assert varied.count((True, True)) >= len(lengths) // 3
     assert all(is_done for _, is_done in varied) or step is _experts  # of which one may get no row, or one
@@ -207,18 +231,20 @@ def test_steps_of_other_sizes_follow_one_program(step: Step, varied: list[tuple[
 
 @pytest.mark.parametrize("step", OTHERS)
 @pytest.mark.parametrize("lengths", MIXED)
-def test_steps_that_do_other_things_by_their_size(step: Step, lengths: list[int]) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_that_do_other_things_by_their_size(step: Step, lengths: list[int], plan: Any) -> None:
     lengths = [max(length, 3) for length in lengths] if step is _last_ones else lengths
-    plain, planned = _train(step, [], lengths), _train(step, [Rebuild(path="")], lengths)
+    plain, planned = _train(step, [], lengths), _train(step, [plan], lengths)
     assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
 
 
 @pytest.mark.parametrize("step", FOLLOWED)
 @pytest.mark.parametrize("lengths", [[12, 14, 1, 2, 1, 16], [1, 2, 1, 7, 9, 8], [7, 9, 0, 8, 0, 3]])
-def test_steps_with_one_element_or_none(step: Step, lengths: list[int]) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_with_one_element_or_none(step: Step, lengths: list[int], plan: Any) -> None:
     if 0 in lengths and step in (_convolutions, _rolled):
         pytest.skip("plain training has no step of no element here")
-    plain, planned = _train(step, [], lengths), _train(step, [Rebuild(path="")], lengths)
+    plain, planned = _train(step, [], lengths), _train(step, [plan], lengths)
     assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
 
 
@@ -254,6 +280,8 @@ def test_random_programs_of_varied_sizes(
     plain = _train_random(seed, length, [], sizes)
     x = torch.randn(48, WIDTH, requires_grad=True)
     addresses = ops_of(_of_any_size(seed, length), x, monkeypatch)
+    planned = _train_random(seed, length, [Rederive(path="")], sizes)
+    assert len(plain) == len(planned) and all(map(equal_values, plain, planned))
     for share in (0.0, 0.1, 0.4):
         starts, pieces = rng.choice([0.0, 0.03, 0.2]), rng.choice([0.0, 0.1, 0.3])
         marks = random_marks(addresses, rng, share=share, starts=starts, pieces=pieces)
@@ -262,9 +290,10 @@ def test_random_programs_of_varied_sizes(
 
 
 @pytest.mark.parametrize("step", [_layers, _attention])
-def test_it_needs_no_more_memory_than_the_record(step: Step, varied: list[tuple[bool, bool]]) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_needs_no_more_memory_than_the_record(step: Step, plan: Any, varied: list[tuple[bool, bool]]) -> None:
     model, peaks = _Model(step), {}
-    with apply_decisions(model, [Rebuild(path="")]):
+    with apply_decisions(model, [plan]):
         for length in (12, 16, 9, 12, 16, 9, 12):
             x = torch.randn(64 * ROWS, length, WIDTH)
             step_of_x = functools.partial(lambda x: model(x).backward(), x)
@@ -274,18 +303,19 @@ def test_it_needs_no_more_memory_than_the_record(step: Step, varied: list[tuple[
     assert varied.count((True, True)) >= 3
 
 
-def test_an_interrupted_comparison_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = SegmentProgram.vary, []
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_interrupted_comparison_changes_nothing(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = VariedOps.vary, []
 
-    def vary(self: SegmentProgram, *args: Any) -> None:
+    def vary(self: VariedOps, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(SegmentProgram, "vary", vary)
+    monkeypatch.setattr(VariedOps, "vary", vary)
     found = []
-    for decisions in ([], [Rebuild(path="")]):
+    for decisions in ([], [plan]):
         torch.manual_seed(0)
         model, gradients = _Model(_layers), []
         with apply_decisions(model, decisions):

@@ -74,7 +74,7 @@ class Rests:
         places = sorted(seen)
         for i, (call, values) in enumerate(zip(calls, self._returned, strict=True)):
             is_hooked = _any_between(places, call.first_save, call.last_save)
-            holds = call.keeps or call.keeps_results or call.reads_constants
+            holds = call.keeps or call.keeps_results or call.reads_constants or call.draws
             if is_hooked or holds or call.func in self.functions or not self.values.isdisjoint(values):
                 found.add(i)
         return found

@@ -183,7 +183,10 @@ class _Writer:
                 "    hooks.put_off()",
             ]
         lines += [f"slots[{self._named('s', slot)}] = None" for slot in call.leaves]
-        lines += ["run.call = then", f"out = func(*args{', **kwargs' if call.names else ''})", "if run.is_on:"]
+        run = f"func(*args{', **kwargs' if call.names else ''})"
+        if call.draws:
+            run = "watch.sees(run, call, args, kwargs)"
+        lines += ["run.call = then", f"out = {run}", "if run.is_on:"]
         for position, slot in call.gives:
             result = "out" if position < 0 else f"out[{position}]"
             lines.append(f"    slots[{self._named('s', slot)}] = {result}")

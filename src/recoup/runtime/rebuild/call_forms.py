@@ -267,7 +267,7 @@ def _knows(
         if id(value) in numbers:
             aliases.append((numbers[id(value)], i))
         numbers.setdefault(id(value), i)
-    num = len(tensors)
+    num, handed = len(tensors), set(numbers)
     drawn = [*log.drawn, *[value for _, _, value in log.writes if value.random_mask]]
     for value in drawn:
         numbers[id(value)] = num
@@ -296,8 +296,12 @@ def _knows(
             form.casts += (position,)
         if any(mask is each for each in drawn):
             form.shows.setdefault(position, numbers[id(mask)])
-    if len(set(form.shows.values())) < len(drawn):
-        return False  # its contents would not be seen from outside
+    shown = set(form.shows.values())
+    hidden = {id(value) for value in drawn if numbers[id(value)] not in shown}
+    own = [value for value in log.leaves if id(value) not in handed]
+    log.hidden = {place: value for place, value in enumerate(own) if id(value) in hidden}
+    if len(log.hidden) < len(hidden):
+        return False  # nobody would see what is in it
     form.draws = tuple([value.base for value in drawn if value.base is not None])
     form.left = tuple([value.base for value in log.left if value.base is not None])
     form.written = tuple(

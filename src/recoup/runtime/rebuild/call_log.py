@@ -23,15 +23,19 @@ class CallLog:
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
         drawn: random masks that a kernel returned. left: statistics that one leaves for its backward.
+        leaves: what ops read and none was seen to make. hidden: random masks that nothing that is saved tells, by their
+            place among the leaves that are the call's own; filled with its form.
         writes: of each write to a storage: its address, the values before and after it.
         state: what else decides about its ops, before it runs: the call may turn gradients on or off.
     """
 
-    __slots__ = ("counted", "drawn", "left", "made", "ops", "saved", "state", "writes")
+    __slots__ = ("counted", "drawn", "hidden", "leaves", "left", "made", "ops", "saved", "state", "writes")
 
     def __init__(self) -> None:
         self.state = _torch.call_state()
         self.drawn: list[Value] = []
+        self.leaves: list[Value] = []
+        self.hidden: dict[int, Value] = {}
         self.left: list[Value] = []
         self.writes: list[tuple[int, Value | None, Value]] = []
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []

@@ -191,14 +191,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             self._stop()
             return self._unfollowed(func, args, kwargs)
         if call.form is None and not self._is_loss(func):
-            recorder.step_in()
-            self._is_other = True
-            try:
-                out = self._ran(func, args, kwargs)
-            finally:
-                self._is_other = False
-                if run.is_on:
-                    recorder.step_aside()
+            out = self.sees(run, call, args, kwargs)
         else:  # what a loss in place writes to is its logits, which nothing in a program is rebuilt from
             out = self._ran(func, args, kwargs)
         if run.is_on:
@@ -206,6 +199,27 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             if self.hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
                 self.hooks.put_off()
         return out
+
+    def sees(self, run: StepRun, call: ProgramCall, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a call of the program with the recorder on."""
+        recorder = self.recorder
+        recorder.step_in()
+        self._is_other = True
+        if call.draws:
+            run.begin_draws(call, args, kwargs)
+        try:
+            return self._ran(call.func, args, kwargs)
+        finally:
+            self._is_other = False
+            if run.is_on:
+                recorder.step_aside()
+                if not run.has_drawn(call):
+                    self._stop()
+
+    def reads_leaf(self, value: Value, tensor: torch.Tensor) -> None:
+        """Called where an op reads what none was seen to make, in a call that runs with the recorder on."""
+        if self._run is not None:
+            self._run.reads_leaf(value, tensor)
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call of a step that follows no program."""
@@ -318,7 +332,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.log = recorder.call = None
         if log is not None:
             form = form_after(told, out, log, recorder.existing) if recorder.frame is frame else None
-            self._calls.learn(func, args, form)
+            if not log.hidden:  # else each is looked into, to see what it draws
+                self._calls.learn(func, args, form)
         if learning is not None:
             learning.settle(form, log)
             learning.end(out, frame.ordinal - before if form is None else form.num_ops)

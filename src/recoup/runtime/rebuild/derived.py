@@ -9,7 +9,7 @@ without a program.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, rerunning
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
+from recoup.runtime.rebuild.varied_ops import VariedOps
 
 _ABSENT, _AWAITED, _HELD = range(3)  # what others do with a value: nothing, wait for it soon, hold it
 
@@ -36,12 +37,20 @@ class NumberedOp:
         op, over, first, rest, kwargs, is_single: as `OpForm`'s.
         order: its place in the step. reads: number and geometry of each tensor that it reads, in order, then of those
             of its other results that help (`shortcuts.from_side_results`). output: which of its results is the value's.
-            base: how that lay.
+            base: how that lay. targets: places of the tensors that it may write its result over.
+        call: of the program, in which it runs. picks: numbers of what it reads there: of the call's tensors, then of
+            what was made in it.
     """
 
-    __slots__ = ("_targets", "base", "first", "is_single", "kwargs", "op", "order", "output", "over", "reads", "rest")
+    __slots__ = (
+        *("base", "call", "first", "is_single", "kwargs", "op", "order", "output", "over", "picks", "reads", "rest"),
+        "targets",
+    )
+    is_cast = False
 
-    def __init__(self, made: Made, value: Value, numbers: dict[Value, int]) -> None:
+    def __init__(
+        self, made: Made, value: Value, numbers: dict[Value, int], call: Any, handed: Sequence[Value | None]
+    ) -> None:
         assert value.base is not None
         facts = op_facts(made.function)
         reads: list[Read] = []
@@ -58,15 +67,29 @@ class NumberedOp:
         self.is_single = len(made.function._schema.returns) == 1
         self.op: OpFunction = OpFunction(made.function)
         self.over: OpFunction | None = None
-        self._targets: Sequence[int] = ()
+        self.targets: Sequence[int] = ()
+        self.call = call
+        places = {handed[i]: i for i in reversed(range(len(handed)))}
+        self.picks = tuple([places.get(read.value, len(handed)) for read in reads])
         sides = [ref() for ref in made.outputs[1:]] if made.side_results and value.output == 0 else []
         if sides:
-            self.op = OpFunction(_BySides(facts, made.function, num, self.first, self.rest, self.kwargs))
+            self.op = OpFunction(BySides(facts, made.function, num, self.first, self.rest, self.kwargs))
             self.first, self.rest, self.kwargs = True, (), {}
             self.reads += tuple([(numbers[side], side.base) for side in sides if side is not None and side.base])
+            self.picks += (len(handed),) * (len(self.reads) - num)
         elif self.first and self.is_single:
-            self._targets = shortcuts.targets(facts, [read.geometry for read in reads], self.kwargs, self.base)
-            self.over = OpFunction(facts.over) if self._targets else None
+            self.targets = shortcuts.targets(facts, [read.geometry for read in reads], self.kwargs, self.base)
+            self.over = OpFunction(facts.over) if self.targets else None
+
+    @property
+    def geometries(self) -> Sequence[Geometry]:
+        """Returns those of the tensors that it reads."""
+        return [geometry for _, geometry in self.reads]
+
+    @property
+    def bases(self) -> Sequence[tuple[int, Geometry]]:
+        """Returns the position of its result, and how that lay."""
+        return ((self.output, self.base),)
 
     def target(self, spare: Sequence[bool]) -> int:
         """Returns the place of the tensor that it writes over, -1 for none.
@@ -74,26 +97,39 @@ class NumberedOp:
         Args:
             spare: of each tensor read, whether nobody reads it after this op.
         """
-        return next((at for at in self._targets if spare[at]), -1)
+        return next((at for at in self.targets if spare[at]), -1)
 
 
-class _BySides:
-    """Runs an op whose first result can be had from its others: called with what it reads, then with those."""
+class BySides:
+    """Runs an op whose first result can be had from its others: called with what it reads, then with those.
 
-    def __init__(self, facts: Any, function: Any, num: int, first: bool, rest: Any, kwargs: dict[str, Any]) -> None:
+    Attributes:
+        op: the overload.
+    """
+
+    def __init__(self, facts: Any, op: Any, num: int, first: bool, rest: Any, kwargs: dict[str, Any]) -> None:
         self._facts = facts
-        self._function = function
+        self.op = op
         self._num = num
         self._args = (TENSOR,) * num + tuple(rest) if first else rest
         self._kwargs = kwargs
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BySides) and self._told() == other._told()
+
+    __hash__ = object.__hash__
+
+    def _told(self) -> tuple[Any, ...]:
+        return self.op, self._num, repr(self._args), repr(self._kwargs)
+
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Returns the op's results."""
         each = iter(tensors)
         args = with_tensors(self._args, each)
         results = shortcuts.from_side_results(self._facts, args, tensors[self._num :])
         if results is not None:
             return results
-        return self._function(*args, **{key: with_tensors((item,), each)[0] for key, item in self._kwargs.items()})
+        return self.op(*args, **{key: with_tensors((item,), each)[0] for key, item in self._kwargs.items()})
 
 
 def _without_reads(item: Any, reads: list[Read]) -> Any:
@@ -104,26 +140,42 @@ def _without_reads(item: Any, reads: list[Read]) -> Any:
     return type(item)([_without_reads(part, reads) for part in item]) if type(item) in (list, tuple) else item
 
 
-class Rebuilding:
+class Rebuilding(VariedOps):
     """How the saved tensors of a program are rebuilt, the same for all of its steps.
 
     Attributes:
         shared: by index of a saved tensor, the values on the way to it that others wait for: number, and of each other
             one its index and whether it is asked for soon; its own value comes first.
         places: by index, the place among its sources of each number.
+        sources, constants, starts, narrow, around, asked: as a `SegmentProgram`'s.
 
     Args:
         ops: by number of the value that they make. saved: value's number of each rebuilt saved tensor by its index
             among all, and the numbers of its sources. turns: how many that are no parameters are saved before each.
     """
 
+    around = -1
+    starts: frozenset[int] = frozenset()
+
     def __init__(
-        self, ops: dict[int, NumberedOp], saved: dict[int, tuple[int, tuple[int, ...]]], turns: Sequence[int]
+        self,
+        ops: dict[int, NumberedOp],
+        saved: dict[int, tuple[int, tuple[int, ...]]],
+        turns: Sequence[int],
+        bases: dict[int, Geometry],
+        constants: frozenset[int],
+        narrow: frozenset[int],
     ) -> None:
+        super().__init__()
         self._ops = ops
         self._saved = saved
-        self._codes: dict[Any, RebuildCode] = {}
-        self._bases = {number: op.base for number, op in ops.items()}
+        order = sorted(ops, key=lambda number: (ops[number].order, number))
+        self._at = {number: at for at, number in enumerate(order)}
+        self.ops = [(ops[n], tuple([read for read, _ in ops[n].reads]), ((ops[n].output, n),)) for n in order]
+        self.calls = [ops[n].call for n in order]
+        self.sources = frozenset([n for _, sources in saved.values() for n in sources])
+        self.constants, self.narrow, self.asked = constants, narrow, saved
+        self.bases = bases
         savers: dict[int, list[int]] = {}
         for index, (number, _) in saved.items():
             savers.setdefault(number, []).append(index)
@@ -133,6 +185,11 @@ class Rebuilding:
             soon = turns[index] - SOON_TURNS
             others = {n: [i for i in savers.get(n, ()) if i != index] for n in self._chain(number, sources)}
             self.shared[index] = [(n, [(i, turns[i] >= soon) for i in found]) for n, found in others.items() if found]
+
+    def picks(self, at: int) -> Sequence[int]:
+        """Returns the numbers of the values that an op read in its call: of its tensors, then of what it made."""
+        picks: Sequence[int] = self.ops[at][0].picks
+        return picks
 
     def _chain(self, number: int, ends: Sequence[int]) -> list[int]:
         """Returns the numbers of the values that lead from `ends` to a value, that one first."""
@@ -158,10 +215,16 @@ class Rebuilding:
         return found
 
     def _written(self, index: int, states: tuple[int, ...]) -> RebuildCode:
+        those = [n for n, _ in self.shared[index]]
+        held = {n for n, state in zip(those, states, strict=True) if state == _HELD}
+        awaited = {n for n, state in zip(those, states, strict=True) if state == _AWAITED}
+        wanted = {self._saved[index][0], *awaited}
+        others = [twin._reruns(index, held, wanted) for twin in self.twins]
+        reruns = self._of_all_sizes(self._reruns(index, held, wanted), others)
+        return RebuildCode(reruns, wanted, starts=held, bases=self._kinds or self.bases, narrow=())
+
+    def _reruns(self, index: int, held: Collection[int], wanted: Collection[int]) -> list[Rerun]:
         number, sources = self._saved[index]
-        state_of = {n: s for (n, _), s in zip(self.shared[index], states, strict=True)}
-        held = {n for n, s in state_of.items() if s == _HELD}
-        wanted = {number, *(n for n, s in state_of.items() if s == _AWAITED)}
         reruns = []
         last: set[int] = set()
         chain = [n for n in self._chain(number, [*sources, *held]) if n not in held]
@@ -171,27 +234,34 @@ class Rebuilding:
             ends = {n for n in numbers if n not in last and n not in wanted}  # that nobody reads or wants after it
             spare, reads = [], []
             for n, geometry in op.reads:
-                lies_so = n in chain and geometry == self._bases[n]
+                lies_so = n in chain and geometry == self.bases[n]
                 spare.append(lies_so and n in ends and numbers.count(n) == 1)
                 reads.append((n, None if lies_so else geometry))
             last.update(numbers)
             drops = tuple([n for n in dict.fromkeys(numbers) if n in ends and (n in chain or n in sources)])
-            reruns.append(Rerun(op, tuple(reads), ((op.output, made),), drops, op.target(spare)))
-        return RebuildCode(reruns[::-1], wanted, starts=held, bases=self._bases, narrow=())
+            reruns.append(Rerun(op, tuple(reads), ((op.output, made),), drops, op.target(spare), self._at[made]))
+        return reruns[::-1]
 
 
 class Derivation:
     """The rebuilt tensors of one step.
 
     Attributes:
-        constants: parameters by number. refs: the `Derived` of each saved tensor, by index.
+        constants: parameters by number. refs: the `Derived` of each saved tensor, by index. layouts: see `StepRun`.
     """
 
-    __slots__ = ("_counts", "_under", "constants", "rebuilding", "refs")
+    __slots__ = ("_counts", "_layouts", "_under", "constants", "rebuilding", "refs")
 
-    def __init__(self, rebuilding: Rebuilding, constants: dict[int, Constant], under: Surroundings) -> None:
+    def __init__(
+        self,
+        rebuilding: Rebuilding,
+        constants: dict[int, Constant],
+        under: Surroundings,
+        layouts: dict[int, Geometry],
+    ) -> None:
         self.rebuilding = rebuilding
         self.constants = constants
+        self._layouts = layouts
         self.refs: dict[int, weakref.ref[Derived]] = {}
         self._under = under
         self._counts = execution_context.current_counts()
@@ -223,7 +293,7 @@ class Derivation:
             states.append(state)
         code = self.rebuilding.code(asked.index, tuple(states))
         with rerunning():
-            found = code.run(asked.start, here, _is_compact)
+            found = code.run(asked.start, here, _is_compact, self._layouts)
             for number, those in waiting.items():
                 for one in those:
                     one.held = found.get(number)

@@ -23,16 +23,18 @@ import torch
 
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
 from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.derived import Rebuilding
 from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
 from recoup.runtime.rebuild.of_any_size import BY_SIZE, is_of_any_size
-from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
+from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.segment_program import SegmentProgram
-from recoup.runtime.rebuild.step_program import REBUILD, ProgramCall, StepProgram
+from recoup.runtime.rebuild.step_program import REBUILD, ProgramCall
 from recoup.runtime.rebuild.values import Geometry
+from recoup.runtime.rebuild.varied_ops import VariedOps
 
 _SAME_CALL = operator.attrgetter(
-    *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants"),
+    *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants", "draws"),
     *("first_save", "end_save", "last_save", "is_hooked", "stays_hooked", "has_grad", "deriving", "is_loose", "names"),
 )
 _SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops", "deriving", "index", "untold")
@@ -41,41 +43,26 @@ _SAME_OP = operator.attrgetter("first", "is_single", "is_cast", "targets")
 _SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
 
 
-class _Differ(Exception):
+class Differ(Exception):
     """Two steps did not do the same."""
-
-
-def with_varied_sizes(before: StepProgram, program: StepProgram) -> bool:
-    """Has a program be that of steps with other sizes, too, as an earlier one; whether it is now.
-
-    Args:
-        before: of an earlier step, or of several. program: changed, if the two differ in nothing but sizes.
-    """
-    comparison = _Comparison(before, program)
-    try:
-        comparison.compare()
-    except (_Differ, ValueError):
-        return False
-    if not comparison.num_varied:
-        return False
-    for change in comparison.changes:
-        change()
-    return True
 
 
 def _same(one: Any, other: Any) -> None:
     if type(one) is not type(other) or one != other:
-        raise _Differ
+        raise Differ
 
 
-class _Comparison:
+class Comparison:
     """Compares two programs, and collects what is to be changed of the later one.
+
+    Args:
+        before: of an earlier step, or of several. program: of the latest.
 
     Attributes:
         changes: to be made if they differ in sizes alone. num_varied: geometries and numbers that differ.
     """
 
-    def __init__(self, before: StepProgram, program: StepProgram) -> None:
+    def __init__(self, before: Any, program: Any) -> None:
         self._before = before
         self._program = program
         self.changes: list[Callable[[], None]] = []
@@ -87,32 +74,48 @@ class _Comparison:
         self._open_saves: set[int] = set()
         self._own: set[int] = set()  # slots of what an op made, as it came from it
 
-    def compare(self) -> None:
+    def unites(self) -> bool:
+        """Has the later program be that of steps with other sizes, too, if the two differ in nothing else."""
+        try:
+            self._compare()
+        except (Differ, ValueError):
+            return False
+        if not self.num_varied:
+            return False
+        for change in self.changes:
+            change()
+        return True
+
+    def _compare(self) -> None:
         """Compares them.
 
         Raises:
-            _Differ, ValueError: they did not do the same.
+            Differ, ValueError: they did not do the same.
         """
         one, other = self._before, self._program
         _same(_SAME_PROGRAM(one), _SAME_PROGRAM(other))
-        for mine, theirs in ((one.calls, other.calls), (one.saves, other.saves), (one.segments, other.segments)):
-            _same(len(mine), len(theirs))
-        _same(len(one.values), len(other.values))
+        _same(len(one.calls), len(other.calls))
         _same([id(ref()) for ref in one.constants], [id(ref()) for ref in other.constants])
         for a, b in zip(one.boundaries, other.boundaries, strict=True):
             _same(_SAME_BOUNDARY(a), _SAME_BOUNDARY(b))
             _same(sorted(a.leaves), sorted(b.leaves))
             _same(None if a.call is None else a.call.index, None if b.call is None else b.call.index)
+        for calls in zip(one.calls, other.calls, strict=True):
+            self._compare_calls(*calls)
+        self._open_saves = {at for call in self._open_calls for at in range(call.first_save, call.last_save)}
+        self._compare_rest()
+        self._compare_apart()
+        self.changes.append(self._finish)
+
+    def _compare_rest(self) -> None:
+        """Compares what is rebuilt, and what is saved."""
+        one, other = self._before, self._program
         for value, of in zip(one.values, other.values, strict=True):
             _same(value.is_passing, of.is_passing)
             self._set(of, "base", self._common(value.base, of.base))
-        for calls in zip(one.calls, other.calls, strict=True):
-            self._compare_calls(*calls)
         for segments in zip(one.segments, other.segments, strict=True):
             self._compare_segments(*segments)
         self._compare_saves()
-        self._compare_apart()
-        self.changes.append(self._finish)
 
     def _set(self, item: Any, name: str, value: Any) -> None:
         self.changes.append(lambda: setattr(item, name, value))
@@ -142,7 +145,7 @@ class _Comparison:
             _same((one.form.state, one.num_ops), (other.form.state, other.num_ops))
             _same(one.form.attention_flags, other.form.attention_flags)
             if one.items is None or other.items is None:
-                raise _Differ
+                raise Differ
             items = [self._item(a, b) for a, b in zip(one.items, other.items, strict=True)]
             self._set(other, "items", items)
             is_open = any(map(_has_varied, items)) or not self._open.isdisjoint(other.reads)
@@ -165,7 +168,7 @@ class _Comparison:
             self._open.update(view[1] for view in other.views)
             self._open_calls.add(other)
             if other.func in BY_SIZE:
-                raise _Differ
+                raise Differ
             if other.form is not None and other.form.attention_flags is not None:
                 assert one.form is not None  # as the other's
                 self._compare_attention(one.form, other.form)
@@ -181,7 +184,7 @@ class _Comparison:
         """
         _same(one.attention_choice, other.attention_choice)
         if other.attention_choice is None or (other.state[2] is not None and torch.float32 in other.dtypes):
-            raise _Differ
+            raise Differ
 
     def _scalar_kind(self, one: type, other: type) -> type:
         _same(one, other)
@@ -192,7 +195,7 @@ class _Comparison:
             _same(one.kind, type(other))
             return one
         if type(one) is not type(other):
-            raise _Differ
+            raise Differ
         if repr(one) == repr(other):
             return other
         self.num_varied += 1
@@ -202,7 +205,7 @@ class _Comparison:
         """Returns what two arguments have in common."""
         if isinstance(other, Place):
             if not isinstance(one, Place) or one.number != other.number:
-                raise _Differ
+                raise Differ
             return other
         kind = other.kind if isinstance(other, Nest) else type(other)
         if kind not in (list, tuple, torch.Size):
@@ -210,14 +213,14 @@ class _Comparison:
         parts = one.parts if isinstance(one, Nest) else one
         of = other.parts if isinstance(other, Nest) else other
         if kind is not (one.kind if isinstance(one, Nest) else type(one)) or len(parts) != len(of):
-            raise _Differ
+            raise Differ
         found = [self._item(a, b) for a, b in zip(parts, of, strict=True)]
         is_varied = any([isinstance(part, (AnyOf, Nest)) for part in found])
         return Nest(kind, found) if is_varied or isinstance(other, Nest) else other
 
     # -- what is rebuilt ------------------------------------------------------------------------------------------
 
-    def _compare_segments(self, one: SegmentProgram, other: SegmentProgram) -> None:
+    def _compare_segments(self, one: SegmentProgram | Rebuilding, other: SegmentProgram | Rebuilding) -> None:
         _same(_SAME_SEGMENT(one), _SAME_SEGMENT(other))
         _same(one.asked.keys(), other.asked.keys())
         _same(len(one.ops), len(other.ops))
@@ -232,10 +235,10 @@ class _Comparison:
             _same([reads, gives], rest)
             self._compare_ops(form, of)
             if call.form is None or (call in self._open_calls and not is_of_any_size(call.func, of)):
-                raise _Differ
-            picks = next((picks for each, picks in call.form.ops if each is of), None)
-            if picks is None:
-                raise _Differ
+                raise Differ
+            picks = other.picks(at)
+            if len(picks) != len(reads):
+                raise Differ
             all_of = (*one.twins, one, other)
             follows = True
             for place, number in enumerate(reads):
@@ -268,7 +271,7 @@ class _Comparison:
             twins = (*one.twins, one)
             self.changes.append(lambda: other.vary(layouts, bases, twins))
 
-    def _compare_ops(self, one: OpForm, other: OpForm) -> None:
+    def _compare_ops(self, one: Any, other: Any) -> None:
         _same(_SAME_OP(one), _SAME_OP(other))
         op = other.op.op
         if isinstance(op, Rewriting) and isinstance(one.op.op, Rewriting):
@@ -281,9 +284,7 @@ class _Comparison:
         _same_scalars(one.rest, other.rest)
         _same_scalars(one.kwargs, other.kwargs)
 
-    def _is_kept_so(
-        self, one: SegmentProgram, key: tuple[int, int], number: int, geometries: Sequence[Geometry]
-    ) -> bool:
+    def _is_kept_so(self, one: VariedOps, key: tuple[int, int], number: int, geometries: Sequence[Geometry]) -> bool:
         """Whether what an op reads, made inside of its call, lies as autograd saves it, and is kept as that."""
         if one.twins:
             return one.lies_as_kept(key)
@@ -293,7 +294,7 @@ class _Comparison:
         """Returns how an op reads what an op of the same call has made."""
         groups = grouping([*zip(bases, geometries, strict=True)])
         if groups is None:
-            raise _Differ
+            raise Differ
         return Regrouped(groups)
 
     def _layout(
@@ -310,7 +311,7 @@ class _Comparison:
                 if groups is not None:
                     break
         else:
-            raise _Differ
+            raise Differ
         key = call.index, position, groups
         found = self._layouts.get(key)
         if found is None:
@@ -326,23 +327,27 @@ class _Comparison:
 
     def _compare_saves(self) -> None:
         saves = []
-        self._open_saves = {at for call in self._open_calls for at in range(call.first_save, call.last_save)}
         for at, (one, other) in enumerate(zip(self._before.saves, self._program.saves, strict=True)):
             _same(one[:3], other[:3])
             number = other[2]
             mine = self._before.geometry_of_save(one)
             theirs = self._program.geometry_of_save(other)
-            geometry = self._common(mine, theirs) if number >= 0 or other[0] == REBUILD else None
-            if geometry is not None and not isinstance(geometry, Varied) and at in self._open_saves:
-                geometry = Varied(tuple(geometry[0]), geometry, geometry[2])
+            geometry = self._common_save(at, mine, theirs) if number >= 0 or other[0] == REBUILD else None
             mask = self._program.masks.get(at)
             if mask is not None and isinstance(self._common_base(mask), Varied):
                 for program, wanted in ((self._before, mine), (self._program, theirs)):
                     base = program.values[mask].base
                     if not isinstance(base, Varied) and (base is None or wanted is None or base[:3] != wanted[:3]):
-                        raise _Differ
+                        raise Differ
             saves.append((*other[:3], geometry))
         self._set(self._program, "saves", saves)
+
+    def _common_save(self, at: int, one: Geometry | Varied | None, other: Geometry | None) -> Geometry | Varied | None:
+        """Returns the geometry of a saved tensor: of a kind, to be looked at, if it does not follow from the calls."""
+        found = self._common(one, other)
+        if found is None or isinstance(found, Varied) or at not in self._open_saves:
+            return found
+        return Varied(tuple(found[0]), found, found[2])
 
     def _compare_apart(self) -> None:
         one, other = self._before.apart, self._program.apart
@@ -366,11 +371,11 @@ def _same_scalars(one: Any, other: Any) -> None:
         one, other = [*one.values()], [*other.values()]
     if isinstance(one, (list, tuple)):
         if type(one) is not type(other) or len(one) != len(other):
-            raise _Differ
+            raise Differ
         for a, b in zip(one, other, strict=True):
             _same_scalars(a, b)
     elif one is not other and (TENSOR in (one, other) or type(one) is not type(other) or repr(one) != repr(other)):
-        raise _Differ
+        raise Differ
 
 
 def _has_varied(item: Any) -> bool:

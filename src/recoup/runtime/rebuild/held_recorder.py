@@ -43,10 +43,7 @@ class HeldRecorder(Recorder):
 
     is_cheap = False
 
-    def __init__(
-        self,
-        marks: dict[tuple[str, int], dict[int, OpMark]],
-    ) -> None:
+    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
         super().__init__()
         self.segment = Segment()
         self._around: Segment | None = None
@@ -394,5 +391,9 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds what is read and no op was seen to make, to the segment's end at least; programs do by themselves."""
-        if value not in self._leaves and self.watch is None:
+        if self.watch is not None:
+            self.watch.reads_leaf(value, tensor)
+        elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
+            if self.log is not None:
+                self.log.leaves.append(value)

@@ -10,7 +10,7 @@ import torch
 
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, scalars_of
-from recoup.runtime.rebuild.dynamic_program import with_varied_sizes
+from recoup.runtime.rebuild.dynamic_program import Comparison
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.step_program import StepKey, StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
@@ -30,12 +30,12 @@ class Calls:
 
     Attributes:
         is_compiled: a part of the model is compiled. learns, follows: classes of what `begin` returns.
-        varies: whether steps of other sizes may follow a program, see [Note: dynamic shapes].
+        compares: class of what has steps of other sizes follow a program, see [Note: dynamic shapes].
     """
 
     learns: type[Learning] = Learning
     follows: type[StepRun] = StepRun
-    varies = True
+    compares: type[Comparison] = Comparison
 
     def __init__(self) -> None:
         self.is_compiled = False
@@ -83,7 +83,7 @@ class Calls:
         """Has steps of other sizes follow a new program, if an earlier one did the same with other sizes."""
         before = self._varied.get(kind) or self._latest.get(kind)
         self._learned.setdefault(kind, set()).add(alike)
-        is_varied = self.varies and before is not None and with_varied_sizes(before, program)
+        is_varied = before is not None and self.compares(before, program).unites()
         self._latest[kind] = program  # not one that is half changed: Ctrl-C may come before
         if is_varied:
             self._varied[kind] = program

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from recoup.runtime.rebuild.cheap_ops import CHEAP_NAMES
+from recoup.runtime.rebuild.derived import BySides, NumberedOp
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rewriting import Rewriting
 
@@ -23,10 +24,10 @@ BY_SIZE = frozenset([torch.chain_matmul, torch.linalg.multi_dot, F.multi_head_at
 """Functions that choose the order of products, or an attention's kernel, by the sizes."""
 
 
-def is_of_any_size(func: Any, form: OpForm) -> bool:
+def is_of_any_size(func: Any, form: OpForm | NumberedOp) -> bool:
     """Whether a function comes to an op whatever the sizes of its tensors, or to one that gives the same integers."""
     op = form.op.op
-    overload = op.op if isinstance(op, Rewriting) else op
+    overload = op.op if isinstance(op, Rewriting | BySides) else op
     if not isinstance(overload, torch._ops.OpOverload):
         return False
     name = overload._schema.name.removeprefix("aten::").removesuffix("_")

@@ -15,12 +15,13 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.derived import Derivation, Derived, NumberedOp, Rebuilding
+from recoup.runtime.rebuild.dynamic_shapes import Varied
 from recoup.runtime.rebuild.kept import Kept, kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.saved_apart import SavedApart
 from recoup.runtime.rebuild.saved_tensor import compact, pack
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
-from recoup.runtime.rebuild.values import Geometry, Value
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 _num_function_modes = _torch.num_function_modes  # asked for every saved tensor
 Compact = tuple[int, torch.dtype, Geometry]
@@ -47,7 +48,7 @@ class RederiveProgram(StepProgram):
         calls: list[ProgramCall],
         kept: list[Save],
         values: dict[Value, int],
-        chained: set[Value],
+        ops: dict[int, NumberedOp],
         compacts: dict[int, Compact],
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
@@ -65,10 +66,27 @@ class RederiveProgram(StepProgram):
         ]
         for at in (*casts, *compacts, *apart):
             self.ways[at] = None
-        ops = {values[v]: NumberedOp(v.made, v, values) for v in chained if v.made is not None}
         turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
         saved = {i: (number, sources) for i, (kind, number, _, sources) in enumerate(kept) if kind == REBUILD}
-        self.rebuilding = Rebuilding(ops, saved, turns)
+        fixed = frozenset([number for value, number in values.items() if value.constant is not None])
+        narrow = frozenset([number for number, *_ in compacts.values()])
+        known = {number: base for number, base in self.bases.items() if base is not None}
+        self.rebuilding = Rebuilding(ops, saved, turns, known, fixed, narrow)
+
+    def vary(self) -> None:
+        """Has steps of other sizes follow it, too."""
+        super().vary()
+        for at, (kind, number, geometry, _) in enumerate(self.kept):
+            if isinstance(geometry, Varied) and (number >= 0 or kind == REBUILD):
+                self.ways[at] = None
+
+    def kept_geometry(self, number: int) -> Any:
+        """Returns the geometry of the first saved tensor that a value is kept as, None if it is not."""
+        return next((geometry for kind, n, geometry, _ in self.kept if n == number and kind == KEEP), None)
+
+    def geometry_at(self, at: int) -> Any:
+        """Returns the geometry of a saved tensor, None if that is not known."""
+        return self.kept[at][2]
 
 
 class RederiveRun(StepRun):
@@ -83,7 +101,7 @@ class RederiveRun(StepRun):
         self._ways = program.ways
         self._compacts = program.compacts
         self._bases = program.bases
-        self._derivation = Derivation(program.rebuilding, self.constants, self._under)
+        self._derivation = Derivation(program.rebuilding, self.constants, self._under, self._layouts)
 
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
@@ -124,10 +142,16 @@ class RederiveRun(StepRun):
             how = self._saves[at]
             compact_one = self._compacts.get(at)
             if compact_one is not None:
-                source = compact(tensor, *compact_one[1:])  # held below by what is rebuilt from it
+                _, dtype, base = compact_one
+                if isinstance(base, Varied):
+                    base = (*geometry_of(tensor)[:3], base.dtype)
+                source = compact(tensor, dtype, base)  # held below by what is rebuilt from it
                 self._known(compact_one[0]).kept = weakref.ref(source)
                 recorder.set_value(tensor, self._known(how[1]))
         if isinstance(how, tuple):
+            kind, number, geometry, sources = how
+            if isinstance(geometry, Varied):
+                how = kind, number, geometry_of(tensor), sources
             return self._pack_value(at, how, tensor)
         self.num_saved = at + 1
         return how(tensor)
@@ -153,8 +177,7 @@ class RederiveRun(StepRun):
         values = self._values
         value = values.get(number)
         if value is None:
-            value = values[number] = _Known()
-            value.base = self._bases[number]
+            value = self._known(number)
             self._recorder.set_value(tensor, value)
         elif value.kept is not None and kind == KEEP and (kept := value.alive()) is not None:
             return kept.saved_as(geometry)
@@ -176,7 +199,8 @@ class RederiveRun(StepRun):
         value = self._values.get(number)
         if value is None:
             value = self._values[number] = _Known()
-            value.base = self._bases[number]
+            base = self._bases[number]
+            value.base = None if isinstance(base, Varied) else base
         return value
 
     def end_early(self, recorder: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
 from recoup.runtime.rebuild.call_forms import CallForm, form_after, form_before
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
+from recoup.runtime.rebuild.derived import NumberedOp
+from recoup.runtime.rebuild.dynamic_rederive import RederiveComparison
 from recoup.runtime.rebuild.kept import (
     Kept,
     KeptCompact,
@@ -34,7 +36,7 @@ from recoup.runtime.rebuild.rederive_program import Compact, RederiveProgram, Re
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import rederive
-from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, StepProgram, parts_of
+from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.values import Value, geometry_of
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 
@@ -58,6 +60,7 @@ class RederiveLearning(Learning):
         self._orders: set[int] = set()  # of ops in calls that have a form
         self._first = 0
         self._handed: list[torch.Tensor] = []
+        self._values_of: list[list[Value | None]] = []  # of what each call was handed
 
     def begin_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call runs."""
@@ -72,6 +75,7 @@ class RederiveLearning(Learning):
         for tensor in tensors:
             self._recorder.value_of(tensor)
         call = self.begin(func, None, tensors)
+        self._values_of.append(self._values_now)
         call.scalars = scalars
         call.note_items(args, kwargs, tensors)
         self._first = self._recorder.num_made
@@ -182,15 +186,23 @@ class RederiveLearning(Learning):
         )
         # Few modules are patched: where the one is left out before which the mode goes on, a loss would not be seen.
         has_loss = any(call.func in self._rests.functions for call in self._calls)
+        all_calls = self._calls
         idle = self._let_go(seen, 0 if has_loss else len(self._calls))
         apart = self._apart.placed(self._calls)
         if apart is None:
             return None
-        numbers, calls = self._numbers, self._calls
+        calls = self._calls
+        ops = {self._numbers[v]: self._numbered(v, all_calls) for v in self._chained}
         parts = self._compacts, self._slots.num, self._constants, frozenset(self._casts), frozenset(seen)
-        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries, apart)
+        program = RederiveProgram(calls, kept, self._numbers, ops, *parts, idle.boundaries, apart)
         idle.place([*calls, program.end])
         return program
+
+    def _numbered(self, value: Value, calls: Sequence[ProgramCall]) -> NumberedOp:
+        """Returns the op that made a value, in its call."""
+        assert value.made is not None
+        index = self._rests.call_of(value.made.order)
+        return NumberedOp(value.made, value, self._numbers, calls[index], self._values_of[index])
 
     def _place_constants(self) -> bool:
         """Has parameters that something is rebuilt from noted by the call that reads them first."""
@@ -219,7 +231,7 @@ class RederiveCalls(Calls):
 
     learns = RederiveLearning
     follows = RederiveRun
-    varies = False
+    compares = RederiveComparison
 
 
 class RederiveWatch(CallWatch):

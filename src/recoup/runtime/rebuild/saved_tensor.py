@@ -149,11 +149,11 @@ def compact(tensor: torch.Tensor, dtype: torch.dtype, base: Geometry) -> KeptCom
         return KeptCompact(tensor.detach().to(dtype), base)
 
 
-def keep(value: Value, tensor: torch.Tensor) -> Source:
+def keep(value: Value, tensor: torch.Tensor) -> Kept | KeptCompact:
     """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
     if value.random_mask:
         assert value.base is not None
-        kept: Source = compact(tensor, torch.bool, value.base)
+        kept: Kept | KeptCompact = compact(tensor, torch.bool, value.base)
     else:
         # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
         # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.

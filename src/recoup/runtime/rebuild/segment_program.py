@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
-from recoup.runtime.rebuild.dynamic_shapes import Lay, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Varied
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import Rebuilt
 from recoup.runtime.rebuild.values import Geometry, Value
+from recoup.runtime.rebuild.varied_ops import VariedOps
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS
-
-ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
 
 
 class RebuiltSave:
@@ -105,71 +104,28 @@ class Wish:
         self.lead = lead
 
 
-class SegmentProgram:
+class SegmentProgram(VariedOps):
     """How a segment is rebuilt.
 
     Attributes:
-        ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
-            from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
-            a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
-            asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
-        calls: of the program, in which each op runs.
-        twins: the same of earlier steps with other sizes, see [Note: dynamic shapes].
+        sources, constants: numbers of the held values and parameters that its ops start from. around: the segment that
+            this is a piece of, -1 for none. starts: numbers of the values of that which a piece starts from. asked: the
+            geometries that values are asked for in. narrow: the sources that are kept in a smaller dtype, as random
+            masks are.
     """
 
-    __slots__ = (
-        "_codes",
-        "_kinds",
-        "_layouts",
-        "_leads",
-        "_nothing",
-        "around",
-        "asked",
-        "bases",
-        "calls",
-        "constants",
-        "narrow",
-        "ops",
-        "sources",
-        "starts",
-        "twins",
-    )
+    __slots__ = ("_leads", "_nothing", "around", "asked", "constants", "narrow", "sources", "starts")
 
     def __init__(self, around: int) -> None:
+        super().__init__()
         self.around = around
-        self.ops: list[ProgramOp] = []
-        self.calls: list[Any] = []
-        self.twins: tuple[SegmentProgram, ...] = ()
-        self._kinds: dict[int, Any] = {}
-        self._layouts: dict[tuple[int, int], Lay] = {}
         self.sources: set[int] = set()
         self.constants: set[int] = set()
         self.narrow: set[int] = set()
         self.starts: set[int] = set()
-        self.bases: dict[int, Geometry] = {}
         self.asked: dict[int, list[Geometry]] = {}
-        self._codes: dict[frozenset[int], RebuildCode] = {}
         self._leads: dict[int, Lead] = {}
         self._nothing = Lead(None, ())
-
-    def vary(self, layouts: dict[tuple[int, int], Lay], kinds: dict[int, Any], twins: tuple[Any, ...]) -> None:
-        """Has it be rebuilt in steps of other sizes, too.
-
-        Args:
-            layouts: how ops read what varies, by op and place; None: as it lies. kinds: as `bases`.
-            twins: the same of earlier steps.
-        """
-        self._layouts, self._kinds, self.twins = layouts, kinds, twins
-        self._codes.clear()
-
-    def lies_as_kept(self, key: tuple[int, int]) -> bool:
-        """Whether an op, by its place, reads a tensor, by its, as it lies in steps of all sizes."""
-        return self._layouts.get(key, key) is None
-
-    def base_of(self, number: int) -> Geometry | Varied:
-        """Returns the geometry of what fills a value's storage, in all the steps that it is of."""
-        found: Geometry | Varied = self._kinds.get(number, self.bases[number])
-        return found
 
     def lead_of(self, wanted: int) -> Lead:
         """Returns the sources that lead to a value; where they are the same, the very same object."""
@@ -199,7 +155,11 @@ class SegmentProgram:
             if len(self._codes) >= MOST_REMEMBERED_ANSWERS:
                 self._codes.clear()
             found = self._codes[wanted] = RebuildCode(
-                self._varied(wanted), wanted, starts=self.starts, bases=self._kinds or self.bases, narrow=self.narrow
+                self._of_all_sizes(self._leading_to(wanted), [twin._leading_to(wanted) for twin in self.twins]),
+                wanted,
+                starts=self.starts,
+                bases=self._kinds or self.bases,
+                narrow=self.narrow,
             )
         return found
 
@@ -232,23 +192,6 @@ class SegmentProgram:
                 versions.add(number, rerun.reads[writes][0] if writes >= 0 else None)
             found.append(dataclasses.replace(rerun, writes=writes))
         return found
-
-    def _varied(self, wanted: frozenset[int]) -> list[Rerun]:
-        """Returns what leads to these values in steps of all sizes."""
-        found = self._leading_to(wanted)
-        others = [twin._leading_to(wanted) for twin in self.twins]
-        if not others:
-            return found
-        varied = []
-        for i, rerun in enumerate(found):
-            reads: list[tuple[int, Geometry | Lay]] = []
-            for place, (number, geometry) in enumerate(rerun.reads):
-                known = {geometry, *[other[i].reads[place][1] for other in others]}
-                static = None if known == {None} else self.ops[rerun.at][0].geometries[place]
-                reads.append((number, self._layouts.get((rerun.at, place), static)))
-            writes = rerun.writes if all([other[i].writes == rerun.writes for other in others]) else -1
-            varied.append(dataclasses.replace(rerun, reads=tuple(reads), writes=writes))
-        return varied
 
 
 def is_slight(geometry: Geometry) -> bool:

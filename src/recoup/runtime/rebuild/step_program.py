@@ -50,7 +50,8 @@ class ProgramCall:
         enters: position among the call's tensors and slot of those that are new and read again.
         leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
         keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
-        reads_constants: the same of parameters that something is rebuilt from.
+        reads_constants: the same of parameters that something is rebuilt from. draws: numbers of the random masks to
+            hold that nothing which autograd saves tells, by their place among the leaves that are the call's own.
         num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
             before the next call.
         is_hooked, stays_hooked: whether the hooks are to see what autograd saves in it, and from then to the next call.
@@ -70,6 +71,7 @@ class ProgramCall:
     __slots__ = (
         "binds",
         "deriving",
+        "draws",
         "end_save",
         "enters",
         "first_save",
@@ -110,6 +112,7 @@ class ProgramCall:
         self.keeps: Sequence[tuple[int, int]] = ()
         self.keeps_results: Sequence[tuple[int, int]] = ()
         self.reads_constants: Sequence[tuple[int, int]] = ()
+        self.draws: dict[int, int] = {}
         self.scalars: Any = None
         self.items: Sequence[Any] | None = None
         self.num_ops = self.index = 0
@@ -299,6 +302,10 @@ class StepProgram:
     def kept_geometry(self, number: int) -> Any:
         """Returns the geometry of the first saved tensor that a value is kept as, None if it is not."""
         return next((geometry for kind, _, n, geometry in self.saves if n == number and kind == KEEP), None)
+
+    def geometry_at(self, at: int) -> Any:
+        """Returns the geometry of a saved tensor, None if that is not known or that of its value."""
+        return self.saves[at][3]
 
     def geometry_of_save(self, save: Saved) -> Any:
         """Returns the geometry of a saved tensor, None if that is not known."""

@@ -13,7 +13,7 @@ from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.rerun import has_memory
-from recoup.runtime.rebuild.saved_tensor import compact, pack
+from recoup.runtime.rebuild.saved_tensor import compact, keep, pack
 from recoup.runtime.rebuild.segment_program import Wish
 from recoup.runtime.rebuild.segment_run import Lists, SegmentRun, Waiting
 from recoup.runtime.rebuild.segments import Segment
@@ -43,9 +43,12 @@ class StepRun:
     __slots__ = (
         "_apart",
         "_casts",
+        "_draws",
+        "_first_leaf",
         "_handed",
         "_kept",
         "_layouts",
+        "_leaves",
         "_lists",
         "_masks",
         "_packs",
@@ -79,6 +82,9 @@ class StepRun:
         self._recorder = recorder
         self._handed: Sequence[torch.Tensor] = ()
         self._kept: dict[int, weakref.ref[Any]] = {}
+        self._leaves: dict[Value, None] = {}  # that ops of the call which runs now have read, those it was handed first
+        self._draws: dict[int, int] = {}
+        self._first_leaf = 0
         self.constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self._lists: Lists = {}
@@ -228,7 +234,7 @@ class StepRun:
         apart = self._apart.get(at)
         if apart is not None and not apart.is_it(tensor, self.slots):
             return True
-        geometry = self._program.saves[at][3] if self._program.is_varied else None
+        geometry = self._program.geometry_at(at) if self._program.is_varied else None
         return isinstance(geometry, Varied) and geometry_of(tensor) != geometry
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
@@ -282,6 +288,25 @@ class StepRun:
         if number not in self._kept:  # never a result itself: see `saved_tensor.keep`
             self._own(number, Kept(tensor.detach(), is_saved=False))
         return True
+
+    def begin_draws(self, call: ProgramCall, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before a call runs whose random masks nothing tells: they are held where an op first reads them."""
+        self._leaves = dict.fromkeys([self._recorder.value_of(tensor) for tensor in parts_of(args, kwargs)[0]])
+        self._first_leaf, self._draws = len(self._leaves), call.draws
+
+    def reads_leaf(self, value: Value, tensor: torch.Tensor) -> None:
+        """Called where an op reads what none was seen to make."""
+        if value in self._leaves:
+            return
+        number = self._draws.get(len(self._leaves) - self._first_leaf, -1)
+        self._leaves[value] = None
+        if number >= 0 and geometry_of(tensor) == self._program.values[number].base:
+            self._own(number, keep(value, tensor))
+
+    def has_drawn(self, call: ProgramCall) -> bool:
+        """Called when it has returned: whether its random masks are held."""
+        self._leaves, self._draws = {}, {}
+        return self._kept.keys() >= {*call.draws.values()}
 
     def _own(self, number: int, kept: Kept | KeptCompact) -> None:
         self._kept[number] = weakref.ref(kept)
