@@ -621,8 +621,8 @@ class _Told:
         self._thread = threading.get_ident()
 
     def __call__(self, callback: Any) -> Any:
-        if self.is_on and threading.get_ident() == self._thread:
-            self._tell()
+        if callback is not None and self.is_on and threading.get_ident() == self._thread:
+            self._tell()  # None: what comes is not compiled, as where Dynamo is to leave a function alone
         return self.real(callback)
 
 

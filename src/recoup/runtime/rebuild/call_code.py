@@ -183,6 +183,9 @@ class _Writer:
                 "    hooks.put_off()",
             ]
         lines += [f"slots[{self._named('s', slot)}] = None" for slot in call.leaves]
+        for number in call.numbers:
+            word = "".join([f"a{number.place[0]}", *[f"[{i}]" for i in number.place[1:]]])
+            lines.append(f"run.noted[{self._named('number', number.index)}] = {word}")
         run = f"func(*args{', **kwargs' if call.names else ''})"
         if call.draws:
             run = "watch.sees(run, call, args, kwargs)"

@@ -247,21 +247,21 @@ class Derivation:
     """The rebuilt tensors of one step.
 
     Attributes:
-        constants: parameters by number. refs: the `Derived` of each saved tensor, by index. layouts: see `StepRun`.
+        constants: parameters by number. refs: the `Derived` of each saved tensor, by index. noted: see `StepRun`.
     """
 
-    __slots__ = ("_counts", "_layouts", "_under", "constants", "rebuilding", "refs")
+    __slots__ = ("_counts", "_noted", "_under", "constants", "rebuilding", "refs")
 
     def __init__(
         self,
         rebuilding: Rebuilding,
         constants: dict[int, Constant],
         under: Surroundings,
-        layouts: dict[int, Geometry],
+        noted: dict[int, Any],
     ) -> None:
         self.rebuilding = rebuilding
         self.constants = constants
-        self._layouts = layouts
+        self._noted = noted
         self.refs: dict[int, weakref.ref[Derived]] = {}
         self._under = under
         self._counts = execution_context.current_counts()
@@ -293,7 +293,7 @@ class Derivation:
             states.append(state)
         code = self.rebuilding.code(asked.index, tuple(states))
         with rerunning():
-            found = code.run(asked.start, here, _is_compact, self._layouts)
+            found = code.run(asked.start, here, _is_compact, self._noted)
             for number, those in waiting.items():
                 for one in those:
                     one.held = found.get(number)

@@ -24,14 +24,14 @@ import torch
 from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.derived import Rebuilding
-from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Regrouped, Varied, common, grouping
+from recoup.runtime.rebuild.dynamic_numbers import Differ, Numbers, with_numbers
+from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Number, Regrouped, Varied, common, grouping
 from recoup.runtime.rebuild.of_any_size import BY_SIZE, is_of_any_size
-from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.segment_program import SegmentProgram
 from recoup.runtime.rebuild.step_program import REBUILD, ProgramCall
 from recoup.runtime.rebuild.values import Geometry
-from recoup.runtime.rebuild.varied_ops import VariedOps
+from recoup.runtime.rebuild.varied_ops import VariedForm, VariedOps
 
 _SAME_CALL = operator.attrgetter(
     *("func", "reads", "binds", "enters", "gives", "keeps", "keeps_results", "reads_constants", "draws"),
@@ -41,10 +41,6 @@ _SAME_BOUNDARY = operator.attrgetter("path", "is_watched", "is_told", "num_ops",
 _SAME_SEGMENT = operator.attrgetter("around", "sources", "constants", "narrow", "starts")
 _SAME_OP = operator.attrgetter("first", "is_single", "is_cast", "targets")
 _SAME_PROGRAM = operator.attrgetter("num_slots", "masks", "casts")
-
-
-class Differ(Exception):
-    """Two steps did not do the same."""
 
 
 def _same(one: Any, other: Any) -> None:
@@ -67,8 +63,7 @@ class Comparison:
         self._program = program
         self.changes: list[Callable[[], None]] = []
         self.num_varied = 0
-        self._layouts: dict[tuple[int, int, tuple[int, ...]], Layout] = {}
-        self._noted: dict[ProgramCall, list[Layout]] = {}
+        self._noted: dict[tuple[int, tuple[int, ...]], Layout | Number] = {}  # by call, and what of which argument
         self._open: set[int] = set()  # slots of tensors whose geometry does not follow from what is compared
         self._open_calls: set[ProgramCall] = set()
         self._open_saves: set[int] = set()
@@ -193,13 +188,13 @@ class Comparison:
     def _scalar(self, one: Any, other: Any) -> Any:
         if isinstance(one, AnyOf):
             _same(one.kind, type(other))
-            return one
+            return AnyOf(other)
         if type(one) is not type(other):
             raise Differ
         if repr(one) == repr(other):
             return other
         self.num_varied += 1
-        return AnyOf(type(other))
+        return AnyOf(other)
 
     def _item(self, one: Any, other: Any) -> Any:
         """Returns what two arguments have in common."""
@@ -225,6 +220,7 @@ class Comparison:
         _same(one.asked.keys(), other.asked.keys())
         _same(len(one.ops), len(other.ops))
         layouts: dict[tuple[int, int], Lay] = {}
+        forms: dict[int, VariedForm] = {}
         made: dict[int, bool] = {}  # whether how it lies does not follow from what is compared
         held = other.sources | other.constants
         if other.around >= 0:  # a piece may start from what the segment around it does not make, either
@@ -234,6 +230,12 @@ class Comparison:
         ):
             _same([reads, gives], rest)
             self._compare_ops(form, of)
+            numbers = Numbers(one.calls[at], call, of)
+            known = one.form_of(at)
+            rest, kwargs = numbers.merged(known.rest, of.rest), numbers.merged(known.kwargs, of.kwargs)
+            if numbers.places:
+                noted = {place: self._note_number(call, place) for place in numbers.places}
+                forms[at] = VariedForm(of, with_numbers(rest, noted), with_numbers(kwargs, noted))
             if call.form is None or (call in self._open_calls and not is_of_any_size(call.func, of)):
                 raise Differ
             picks = other.picks(at)
@@ -266,10 +268,10 @@ class Comparison:
             made.update((number, not follows) for _, number in gives)
         _same(one.bases.keys(), other.bases.keys())
         bases = {number: self._common(one.base_of(number), base) for number, base in other.bases.items()}
-        is_varied = any(layouts.values()) or any([isinstance(base, Varied) for base in bases.values()])
+        is_varied = any(layouts.values()) or forms or any([isinstance(base, Varied) for base in bases.values()])
         if is_varied:
             twins = (*one.twins, one)
-            self.changes.append(lambda: other.vary(layouts, bases, twins))
+            self.changes.append(lambda: other.vary(layouts, bases, forms, twins))
 
     def _compare_ops(self, one: Any, other: Any) -> None:
         _same(_SAME_OP(one), _SAME_OP(other))
@@ -281,8 +283,12 @@ class Comparison:
                 self._set(op, "is_whole", True)
         else:
             _same(one.op.op, op)
-        _same_scalars(one.rest, other.rest)
-        _same_scalars(one.kwargs, other.kwargs)
+
+    def _note_number(self, call: ProgramCall, place: tuple[int, ...]) -> Number:
+        """Has an argument of a call noted in each step."""
+        found = self._noted.setdefault((call.index, place), Number(len(self._noted), place))
+        assert isinstance(found, Number)
+        return found
 
     def _is_kept_so(self, one: VariedOps, key: tuple[int, int], number: int, geometries: Sequence[Geometry]) -> bool:
         """Whether what an op reads, made inside of its call, lies as autograd saves it, and is kept as that."""
@@ -312,15 +318,15 @@ class Comparison:
                     break
         else:
             raise Differ
-        key = call.index, position, groups
-        found = self._layouts.get(key)
+        key = call.index, (-1, position, *groups)
+        found = self._noted.get(key)
         if found is None:
             kind: Any = handed[0]
             for each in handed[1:]:
                 kind = common(kind, each)
             self.num_varied += 1
-            found = self._layouts[key] = Layout(len(self._layouts), position, groups, kind)
-            self._noted.setdefault(call, []).append(found)
+            found = self._noted[key] = Layout(len(self._noted), position, groups, kind)
+        assert isinstance(found, Layout)
         return found
 
     # -- what is saved ------------------------------------------------------------------------------------------
@@ -359,23 +365,11 @@ class Comparison:
     def _finish(self) -> None:
         """Has the changed program be followed: once all else was changed."""
         for call in self._program.calls:
-            call.layouts = tuple(self._noted.get(call, ()))
+            noted = [each for (index, _), each in self._noted.items() if index == call.index]
+            call.layouts = [each for each in noted if isinstance(each, Layout)]
+            call.numbers = [each for each in noted if isinstance(each, Number)]
             call.follow = follow_code(call)
         self._program.vary()
-
-
-def _same_scalars(one: Any, other: Any) -> None:
-    """Raises if an op's arguments differ."""
-    if isinstance(one, dict):
-        _same([*one], [*other])
-        one, other = [*one.values()], [*other.values()]
-    if isinstance(one, (list, tuple)):
-        if type(one) is not type(other) or len(one) != len(other):
-            raise Differ
-        for a, b in zip(one, other, strict=True):
-            _same_scalars(a, b)
-    elif one is not other and (TENSOR in (one, other) or type(one) is not type(other) or repr(one) != repr(other)):
-        raise Differ
 
 
 def _has_varied(item: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recoup.runtime.rebuild.dynamic_program import Comparison, Differ
+from recoup.runtime.rebuild.dynamic_numbers import Differ
+from recoup.runtime.rebuild.dynamic_program import Comparison
 from recoup.runtime.rebuild.dynamic_shapes import Varied
 from recoup.runtime.rebuild.step_program import REBUILD
 from recoup.runtime.rebuild.values import Geometry

@@ -177,7 +177,7 @@ class Layout:
     """How an op that runs again reads one of the tensors that its call was handed: noted in each step.
 
     Attributes:
-        index: among those of the program. position: of the tensor among the call's. groups: see `merged`.
+        index: among all that is noted in a step. position: of the tensor among the call's. groups: see `merged`.
         kind: of the geometry that the tensor has.
     """
 
@@ -221,13 +221,32 @@ Lay = Layout | Regrouped | None
 """How an op reads a tensor whose geometry varies; None: as it comes from the op that made it."""
 
 
+class Number:
+    """Stands for an argument of an op that runs again: one that its call was handed, noted in each step.
+
+    Attributes:
+        index: among all that is noted. place: among the call's arguments, in its list or tuple.
+    """
+
+    __slots__ = ("index", "place")
+
+    def __init__(self, index: int, place: tuple[int, ...]) -> None:
+        self.index = index
+        self.place = place
+
+
 class AnyOf:
-    """Stands for a number that varies, among what a call is handed: equal to all of its class."""
+    """Stands for a number that varies, among what a call is handed: equal to all of its class.
 
-    __slots__ = ("kind",)
+    Attributes:
+        kind: the class. value: what it was in the step that the program was made of.
+    """
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    __slots__ = ("kind", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
         return type(other) is self.kind or (isinstance(other, AnyOf) and other.kind is self.kind)

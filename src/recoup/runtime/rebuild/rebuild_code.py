@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.runtime.rebuild.dynamic_shapes import Lay, Layout, Regrouped, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Lay, Layout, Number, Regrouped, Varied
 from recoup.runtime.rebuild.kept import laid
 from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.op_function import OpFunction
@@ -26,7 +26,7 @@ from recoup.runtime.rebuild.rederived import fitted
 from recoup.runtime.rebuild.values import Geometry
 
 _Code = Callable[..., dict[int, torch.Tensor]]
-_NO_LAYOUTS: Mapping[int, Geometry] = {}
+_NOTHING: Mapping[int, Any] = {}
 
 
 class RunsAgain(Protocol):
@@ -90,17 +90,17 @@ class RebuildCode:
         start: Callable[[int], torch.Tensor],
         begun: dict[int, torch.Tensor],
         is_compact: Callable[[int], bool],
-        layouts: Mapping[int, Geometry] = _NO_LAYOUTS,
+        noted: Mapping[int, Any] = _NOTHING,
     ) -> dict[int, torch.Tensor]:
         """Returns the values by number; those that are held by themselves may be missing.
 
         Args:
             start: returns a held value or a parameter. begun: what a piece starts from, taken out when it is read.
             is_compact: whether a held value is kept in a smaller dtype, and so was made anew when it was read.
-            layouts: of this step, by index.
+            noted: layouts and numbers of this step, by index.
         """
         if self._steady is not None:
-            return self._steady(start, begun, is_compact, layouts)
+            return self._steady(start, begun, is_compact, noted)
         unlike: set[int] = set()
 
         def lay(number: int, result: torch.Tensor) -> torch.Tensor:
@@ -111,14 +111,14 @@ class RebuildCode:
             return found
 
         first = self._written({number for rerun in self._reruns for _, number in rerun.gives}, lay)
-        found = first(start, begun, is_compact, layouts)
+        found = first(start, begun, is_compact, noted)
         self._steady = self._written(unlike, lay)
         return found
 
     def _written(self, laid_anew: Collection[int], lay: Callable[..., torch.Tensor]) -> _Code:
         """Returns the function; results in `laid_anew` are checked, and copied into place if they lie otherwise."""
         names: dict[str, Any] = {"laid": laid, "lay": lay}
-        lines = ["def rebuild(start, begun, is_compact, layouts):"]
+        lines = ["def rebuild(start, begun, is_compact, noted):"]
         here: set[int] = set()
         made: set[int] = set()
         views: dict[tuple[int, Geometry | Lay], str] = {}
@@ -140,7 +140,7 @@ class RebuildCode:
                         tensors.append(view)
                         continue
                     if isinstance(geometry, Layout):
-                        lines.append(f"{view} = laid(v{number}, layouts[{geometry.index}])")
+                        lines.append(f"{view} = laid(v{number}, noted[{geometry.index}])")
                         tensors.append(view)
                         continue
                     size, stride, offset, dtype = names[f"g{i}_{len(tensors)}"] = geometry
@@ -205,6 +205,8 @@ def _word(name: str, item: Any, tensors: Iterator[str], names: dict[str, Any]) -
     """Returns an argument in words, the next of the tensors' names in each tensor's place."""
     if item is TENSOR:
         return next(tensors)
+    if isinstance(item, Number):
+        return f"noted[{item.index}]"
     if isinstance(item, (list, tuple)):
         parts = [_word(f"{name}_{j}", part, tensors, names) for j, part in enumerate(item)]
         return f"[{', '.join(parts)}]"

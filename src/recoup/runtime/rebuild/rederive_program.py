@@ -101,7 +101,7 @@ class RederiveRun(StepRun):
         self._ways = program.ways
         self._compacts = program.compacts
         self._bases = program.bases
-        self._derivation = Derivation(program.rebuilding, self.constants, self._under, self._layouts)
+        self._derivation = Derivation(program.rebuilding, self.constants, self._under, self.noted)
 
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""

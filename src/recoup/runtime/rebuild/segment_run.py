@@ -17,7 +17,6 @@ from recoup.runtime.rebuild.rederived import rerunning
 from recoup.runtime.rebuild.rerun import parameter_of
 from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram, Wish
 from recoup.runtime.rebuild.surroundings import Surroundings
-from recoup.runtime.rebuild.values import Geometry
 
 _backward_id = _torch.current_backward_id  # asked for at every rebuild
 
@@ -86,7 +85,7 @@ class SegmentRun:
 
     Args:
         lists: of all of the step's segments. around: the run of the segment that this is a piece of. starts: wishes for
-            what it starts from. layouts: see [Note: dynamic shapes].
+            what it starts from. noted: see `StepRun`.
     """
 
     __slots__ = (
@@ -94,8 +93,8 @@ class SegmentRun:
         "_constants",
         "_counts",
         "_late",
-        "_layouts",
         "_lists",
+        "_noted",
         "_program",
         "_rebuilt_in",
         "_sources",
@@ -112,7 +111,7 @@ class SegmentRun:
         around: SegmentRun | None,
         starts: list[Wish],
         under: Surroundings,
-        layouts: dict[int, Geometry],
+        noted: dict[int, Any],
     ) -> None:
         self._counts = execution_context.current_counts()
         self._program = program
@@ -123,7 +122,7 @@ class SegmentRun:
         self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
         self._late: dict[int, list[weakref.ref[Sources]]] = {}
         self._lists = lists
-        self._layouts = layouts
+        self._noted = noted
         self._starts: dict[int, Waiting] = {}
         if around is not None:
             self._starts = {wish.number: Waiting(wish, around.holding(wish.lead)) for wish in starts}
@@ -180,7 +179,7 @@ class SegmentRun:
         with rerunning():
             numbers = frozenset([each.wish.number for each in waiting])
             begun = {number: start.take() for number, start in self._starts.items()}
-            found = self._program.code(numbers).run(self._start, begun, self._is_compact, self._layouts)
+            found = self._program.code(numbers).run(self._start, begun, self._is_compact, self._noted)
             if len(found) < len(numbers):
                 found |= {w.wish.number: self._whole(w.wish, begun) for w in waiting if w.wish.number not in found}
             for each in waiting:

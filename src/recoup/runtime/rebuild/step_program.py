@@ -30,7 +30,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_code import Follow, follow_code, items_of
 from recoup.runtime.rebuild.call_forms import CallForm, flattened
-from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Layout, Number, Varied
 from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.saved_apart import SavedApart
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
@@ -64,8 +64,8 @@ class ProgramCall:
         views: of a call without form, results over memory of what it was handed, or of another result: position, slot,
             place of the tensor that it shares it with, its geometry and whether it takes part in gradients.
         kinds: in a program of steps whose sizes vary, of what geometry its tensors are that are new to the step, by
-            position; else empty. layouts: what is noted there of how its tensors lie. looks_at_choice: whether it is
-            looked which kernel an attention takes.
+            position; else empty. layouts: what is noted there of how its tensors lie. numbers: those of its arguments
+            that are noted for ops which run again. looks_at_choice: whether it is asked which kernel attention takes.
     """
 
     __slots__ = (
@@ -93,6 +93,7 @@ class ProgramCall:
         "looks_at_choice",
         "names",
         "num_ops",
+        "numbers",
         "reads",
         "reads_constants",
         "scalars",
@@ -121,6 +122,7 @@ class ProgramCall:
         self.views: Sequence[tuple[int, int, int, tuple[Geometry, bool]]] = ()
         self.kinds: dict[int, Any] = {}
         self.layouts: Sequence[Layout] = ()
+        self.numbers: Sequence[Number] = ()
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = self.has_grad = True

@@ -25,7 +25,7 @@ from recoup.runtime.rebuild.step_program import (
     StepProgram,
     parts_of,
 )
-from recoup.runtime.rebuild.values import Geometry, Value, geometry_of, share_storage
+from recoup.runtime.rebuild.values import Value, geometry_of, share_storage
 from recoup.runtime.recompute.spot_check import spots_of
 
 _num_function_modes = _torch.num_function_modes  # asked for every saved tensor
@@ -37,6 +37,7 @@ class StepRun:
     Attributes:
         is_on: until a call is another than the program's. call, boundary: those that should come next.
         slots: what was handed from call to call. constants: parameters that something is rebuilt from, by number.
+        noted: layouts and numbers of this step, see [Note: dynamic shapes].
         num_saved: tensors that autograd has saved; it may save until `end`, -1 once the program has ended.
     """
 
@@ -47,7 +48,6 @@ class StepRun:
         "_first_leaf",
         "_handed",
         "_kept",
-        "_layouts",
         "_leaves",
         "_lists",
         "_masks",
@@ -62,6 +62,7 @@ class StepRun:
         "constants",
         "end",
         "is_on",
+        "noted",
         "num_saved",
         "slots",
     )
@@ -88,7 +89,7 @@ class StepRun:
         self.constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self._lists: Lists = {}
-        self._layouts: dict[int, Geometry] = {}
+        self.noted: dict[int, Any] = {}
         self.is_on = True
 
     @property
@@ -162,7 +163,7 @@ class StepRun:
         geometry = layout.of(tensor)
         if geometry is None:
             return False
-        self._layouts[layout.index] = geometry
+        self.noted[layout.index] = geometry
         return True
 
     def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
@@ -279,7 +280,7 @@ class StepRun:
             segment = program.segments[index]
             around = None if segment.around < 0 else self._segment(segment.around)
             found = self._segments[index] = SegmentRun(
-                segment, self.constants, self._lists, around, program.starts[index], self._under, self._layouts
+                segment, self.constants, self._lists, around, program.starts[index], self._under, self.noted
             )
         return found
 

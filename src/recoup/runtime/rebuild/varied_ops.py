@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from recoup.runtime.rebuild.dynamic_shapes import Lay, Varied
-from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
+from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun, RunsAgain
 from recoup.runtime.rebuild.values import Geometry
+
+
+class VariedForm:
+    """An op that runs again, with a `Number` in the place of each argument that varies: see `OpForm`."""
+
+    __slots__ = ("first", "is_single", "kwargs", "op", "over", "rest")
+
+    def __init__(self, form: RunsAgain, rest: Any, kwargs: dict[str, Any]) -> None:
+        self.op, self.over = form.op, form.over
+        self.first, self.is_single = form.first, form.is_single
+        self.rest, self.kwargs = rest, kwargs
 
 
 class VariedOps:
@@ -20,7 +31,7 @@ class VariedOps:
         twins: the same of earlier steps with other sizes.
     """
 
-    __slots__ = ("_codes", "_kinds", "_layouts", "bases", "calls", "ops", "twins")
+    __slots__ = ("_codes", "_forms", "_kinds", "_layouts", "bases", "calls", "ops", "twins")
 
     def __init__(self) -> None:
         self.ops: list[tuple[Any, tuple[int, ...], tuple[tuple[int, int], ...]]] = []
@@ -29,17 +40,28 @@ class VariedOps:
         self.twins: tuple[Any, ...] = ()
         self._kinds: dict[int, Any] = {}
         self._layouts: dict[tuple[int, int], Lay] = {}
+        self._forms: dict[int, VariedForm] = {}
         self._codes: dict[Any, RebuildCode] = {}
 
-    def vary(self, layouts: dict[tuple[int, int], Lay], kinds: dict[int, Any], twins: tuple[Any, ...]) -> None:
+    def vary(
+        self,
+        layouts: dict[tuple[int, int], Lay],
+        kinds: dict[int, Any],
+        forms: dict[int, VariedForm],
+        twins: tuple[Any, ...],
+    ) -> None:
         """Has them run in steps of other sizes, too.
 
         Args:
             layouts: how ops read what varies, by op and place; None: as it lies. kinds: as `bases`.
-            twins: the same of earlier steps.
+            forms: of the ops that have arguments which vary. twins: the same of earlier steps.
         """
-        self._layouts, self._kinds, self.twins = layouts, kinds, twins
+        self._layouts, self._kinds, self._forms, self.twins = layouts, kinds, forms, twins
         self._codes.clear()
+
+    def form_of(self, at: int) -> Any:
+        """Returns an op, by its place, as it runs in all the steps that it is of."""
+        return self._forms.get(at, self.ops[at][0])
 
     def lies_as_kept(self, key: tuple[int, int]) -> bool:
         """Whether an op, by its place, reads a tensor, by its, as it lies in steps of all sizes."""
@@ -71,5 +93,6 @@ class VariedOps:
                 static = None if known == {None} else self.ops[rerun.at][0].geometries[place]
                 reads.append((number, self._layouts.get((rerun.at, place), static)))
             writes = rerun.writes if all([other[i].writes == rerun.writes for other in others]) else -1
-            found.append(dataclasses.replace(rerun, reads=tuple(reads), writes=writes))
+            form = self.form_of(rerun.at) if rerun.at in self._forms else rerun.form
+            found.append(dataclasses.replace(rerun, form=form, reads=tuple(reads), writes=writes))
         return found
