@@ -44,7 +44,7 @@ from recoup.ir.decision import Decision, OpMark, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import apply_held
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
-from recoup.runtime.rebuild.marks import reads_numbers
+from recoup.runtime.rebuild.marks import CallMarks, reads_numbers
 
 BLOCKS, WIDTH, HEADS, ROWS, COLUMNS = 24, 32, 2, 2, 32
 _ROUNDS = 15
@@ -159,7 +159,7 @@ class _NoneAnywhere(dict[Any, Any]):
     """Marks of a plan: no op has one, though any might, so that all have numbers."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return {}
+        return CallMarks({})
 
 
 def block_marks(model: Model, x: Tensor) -> Rebuild:

@@ -601,18 +601,21 @@ def on_compiled_calls(tell: Callable[[], None]) -> Iterator[None]:
         yield
         return
     with _hooks_lock:
-        told = dynamo.set_eval_frame = _Told(tell, dynamo.set_eval_frame)
+        told = dynamo._maybe_set_eval_frame = _Told(tell, dynamo._maybe_set_eval_frame)
     try:
         yield
     finally:
         told.is_on = False
         with _hooks_lock:  # other threads put theirs on and off in any order
-            while isinstance(dynamo.set_eval_frame, _Told) and not dynamo.set_eval_frame.is_on:
-                dynamo.set_eval_frame = dynamo.set_eval_frame.real
+            while isinstance(dynamo._maybe_set_eval_frame, _Told) and not dynamo._maybe_set_eval_frame.is_on:
+                dynamo._maybe_set_eval_frame = dynamo._maybe_set_eval_frame.real
 
 
 class _Told:
-    """`set_eval_frame` for the time of a block, which tells the block's thread."""
+    """`_maybe_set_eval_frame` for the time of a block, which tells the block's thread.
+
+    Dynamo hands it None where a function is not to be compiled: one that it leaves alone, or all of them.
+    """
 
     def __init__(self, tell: Callable[[], None], real: Callable[[Any], Any]) -> None:
         self.real = real
@@ -622,7 +625,7 @@ class _Told:
 
     def __call__(self, callback: Any) -> Any:
         if callback is not None and self.is_on and threading.get_ident() == self._thread:
-            self._tell()  # None: what comes is not compiled, as where Dynamo is to leave a function alone
+            self._tell()
         return self.real(callback)
 
 

@@ -21,6 +21,7 @@ from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import apply_held, held_recorder, saved_tensor
+from recoup.runtime.rebuild.marks import CallMarks
 from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
@@ -32,7 +33,7 @@ class _NoneAnywhere(dict[Any, Any]):
     """Marks of a plan: no op has one, though any might."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return {}
+        return CallMarks({})
 
 
 def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:

@@ -260,7 +260,7 @@ def test_a_tensor_saved_twice_is_rebuilt_once_where_backward_asks_soon() -> None
 def test_threads_that_ask_to_be_told_of_compiled_calls_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
     monkeypatch.setattr(eval_frame, "cached_backends", {0: object()})
-    before = eval_frame.set_eval_frame
+    before = eval_frame._maybe_set_eval_frame
     told: list[str] = []
     first = _torch.on_compiled_calls(lambda: told.append("first"))
     second = _torch.on_compiled_calls(lambda: told.append("second"))
@@ -268,8 +268,11 @@ def test_threads_that_ask_to_be_told_of_compiled_calls_leave_nothing(monkeypatch
     thread = threading.Thread(target=second.__enter__)
     thread.start()
     thread.join()
-    eval_frame.set_eval_frame(eval_frame.set_eval_frame(None))
+    prior = eval_frame._maybe_set_eval_frame(None)
+    assert not told
+    eval_frame._maybe_set_eval_frame(False)  # only what is compiled already
+    eval_frame._maybe_set_eval_frame(prior)
     assert set(told) == {"first"}  # it happens in this thread
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
-    assert eval_frame.set_eval_frame is before
+    assert eval_frame._maybe_set_eval_frame is before

@@ -401,5 +401,16 @@ def test_compiled_code_does_not_meet_the_mode(from_step: int, followed: list[boo
     torch._dynamo.reset()
 
 
+def test_what_dynamo_leaves_alone_is_no_compiled_code(followed: list[bool]) -> None:
+    torch.compile(_part)  # never called: libraries do so where they are imported
+    alone: Any = torch._dynamo.disable(_part)
+    model, x = _Model(lambda model, x: alone(torch.tanh(model.first(x)).exp())), torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        for _ in range(5):
+            model(x).backward()
+    assert followed == [True] * 4
+    torch._dynamo.reset()
+
+
 def _part(x: Tensor) -> Tensor:
     return torch.tanh(x * 2).sin()

@@ -102,7 +102,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
         recorder.enter(settings.path)
         try:
-            return patched.original(*args, **kwargs)
+            result = patched.original(*args, **kwargs)
+            recorder.frame.settle()
+            return result
         finally:
             _leave(recorder, is_unit)
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
@@ -110,8 +112,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks)
+        recorder = HeldRecorder(state.marks if torch.is_grad_enabled() else {})  # an evaluation saves nothing
         recorder.enter("")
+        is_followed = False
         if _torch.num_function_modes() or state.calls.is_compiled:
             with losses_in_place(state.loss), recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
@@ -121,6 +124,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
+            is_followed = watch.is_done
+    if not is_followed:
+        recorder.frame.settle()
     lost = recorder.lost
     planned = state.decision.num_saved  # fewer are no danger: a capture takes sparse tensors apart and saves the parts
     if not recorder.followed and planned is not None and len(recorder.packed) > planned:

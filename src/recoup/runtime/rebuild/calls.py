@@ -89,6 +89,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         """Whether there is a program to follow or to learn."""
         return self._followed is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether a program was followed to its end."""
+        return isinstance(self._followed, StepRun) and self._followed.is_done
+
     def learn(self) -> None:
         """Called when the step's forward has returned."""
         self._calls.end(self._key, self._followed)
@@ -273,7 +278,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if values is None:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
-        if frame.missed is not None:
+        labels = [label for label, _, _ in form.counted]
+        if not frame.expects(labels):
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         marks = _NO_MARKS if frame.marks is None else marked(frame.marks, ordinal, form)
@@ -285,7 +291,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.call.begin(recorder)
         elif num_ops:
             recorder.pass_op()
-        frame.ordinal = ordinal + num_ops
+        frame.pass_ops(labels)
         learning = self._learning
         if learning is not None:
             learning.begin(func, form, tensors).note_items(args, kwargs, tensors)

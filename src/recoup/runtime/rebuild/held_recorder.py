@@ -17,7 +17,7 @@ from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.kept import Kept, Source, on_device
 from recoup.runtime.rebuild.lineage import Recorder
-from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
+from recoup.runtime.rebuild.marks import CallMarks, Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact, keep
@@ -38,12 +38,12 @@ class HeldRecorder(Recorder):
         on_write: told of the tensors among an op's arguments before it writes.
 
     Args:
-        marks: by call, then by number of op.
+        marks: by call.
     """
 
     is_cheap = False
 
-    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
+    def __init__(self, marks: dict[tuple[str, int], CallMarks]) -> None:
         super().__init__()
         self.segment = Segment()
         self._around: Segment | None = None
@@ -65,14 +65,12 @@ class HeldRecorder(Recorder):
         super().enter(path)
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(Frame(path, self._marks.get((path, call))))
+        self._frames.append(Frame(path, self._marks.get((path, call)), self.lost))
 
     def leave(self) -> None:
         """Ends the innermost call."""
         super().leave()
-        frame = self._frames.pop()
-        if frame.missed is not None:
-            self._lose(frame)
+        self._frames.pop()
 
     @property
     def frame(self) -> Frame:
@@ -309,28 +307,10 @@ class HeldRecorder(Recorder):
         return found
 
     def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
-        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
-
-        Where another op stands than the marked one, the numbers go on; if the marked one comes later, there were ops
-        more than the plan knows, and it is numbered as the plan has it.
-        """
-        frame = self._frames[-1]
-        marks, ordinal, missed = frame.marks, frame.ordinal, frame.missed
-        if marks is None or not reads_numbers(args):
-            return None
-        frame.ordinal = ordinal + 1
-        mark = marks.get(ordinal)
-        if mark is None or mark.op != name:
-            if missed is None or missed.op != name:
-                if mark is not None and missed is None:
-                    frame.missed = mark
-                return None
-            mark = missed
-            frame.ordinal = mark.ordinal + 1
-        elif missed is not None:
-            self._lose(frame)
-        frame.missed = None
-        self.begin(mark)
+        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it."""
+        mark = self._frames[-1].meet(name) if reads_numbers(args) else None
+        if mark is not None:
+            self.begin(mark)
         return mark
 
     def begin(self, mark: OpMark, reads: Collection[Value] = ()) -> None:
@@ -353,10 +333,6 @@ class HeldRecorder(Recorder):
     def pass_op(self) -> None:
         """Notes that an op runs: what is saved from now on is saved of its results or for the next one."""
         self._latest.clear()
-
-    def _lose(self, frame: Frame) -> None:
-        assert frame.missed is not None
-        self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
 
     def num_saved(self) -> int:
         """Returns how many saved tensors autograd still holds; those of freed graphs (a logged value) are gone."""

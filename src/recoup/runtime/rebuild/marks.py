@@ -2,37 +2,195 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from recoup.ir.decision import OpMark
+from recoup.runtime.rebuild.realigned import realigned
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
 
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
-    """Returns marks by module path and call, then by ordinal."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Numbered:
+    """Marks of a call as they lie in one kind of step.
+
+    Attributes:
+        marks: by the number of their op. names: of all its ops that have numbers, None while they are unknown.
+    """
+
+    marks: dict[int, OpMark]
+    names: list[str] | None
+
+
+class CallMarks:
+    """The marks of a call, as the plan has them and as they lie in steps that run other ops.
+
+    Attributes:
+        latest: those of the last step.
+    """
+
+    def __init__(self, planned: dict[int, OpMark]) -> None:
+        self._planned = self.latest = Numbered(planned, None)
+        self._others: list[Numbered] = []
+
+    def beginning(self, names: list[str]) -> Numbered | None:
+        """Returns those of a known step, other than the last, that began with these ops; None if there is none."""
+        for known in (*self._others, self._planned):
+            if known is not self.latest and known.names is not None and known.names[: len(names)] == names:
+                self.latest = known
+                return known
+        return None
+
+    def learn(self, names: list[str], *, is_other: bool) -> None:
+        """Takes note of the ops that a call has run; `is_other`: they were others than those of the marks in use."""
+        if not is_other:
+            if self.latest.names is None:
+                self._planned = self.latest = Numbered(self._planned.marks, names)
+        elif len(self._others) < MOST_TRIES and all([other.names != names for other in self._others]):
+            marks = self._planned.marks
+            self.latest = Numbered(realigned([marks[at] for at in sorted(marks)], names), names)
+            self._others.append(self.latest)
+
+
+def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], CallMarks]:
+    """Returns marks by module path and call."""
     found: dict[tuple[str, int], dict[int, OpMark]] = {}
     for mark in marks:
         found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
-    return found
+    return {call: CallMarks(planned) for call, planned in found.items()}
 
 
 class Frame:
     """One call that runs now.
 
     Attributes:
-        ordinal: how many of its own ops have run, of those that marks count.
+        marks: by number of op, None where there are none.
+        ordinal: the number of the next op, of those that marks count, as the marks in use have it.
         missed: the mark in whose place another op stood.
+
+    Args:
+        lost: is told of marks that met no op of theirs, in words.
     """
 
-    __slots__ = ("marks", "missed", "ordinal", "path")
+    __slots__ = (
+        "_all_marks",
+        "_beside_known",
+        "_is_other",
+        "_known",
+        "_lost",
+        "_names",
+        "marks",
+        "missed",
+        "ordinal",
+        "path",
+    )
 
-    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
+    def __init__(self, path: str, marks: CallMarks | None, lost: list[str]) -> None:
         self.path = path
-        self.marks = marks
+        self._all_marks = marks
+        self._lost = lost
+        self._names: list[str] | None = None if marks is None else []  # None, too, once ops ran that nobody saw
+        self._known = None if marks is None else marks.latest.names
+        self.marks = None if marks is None else marks.latest.marks
         self.ordinal = 0
         self.missed: OpMark | None = None
+        self._is_other = False
+        self._beside_known: list[str] = []  # the last ops, while none has a number
+
+    def meet(self, name: str) -> OpMark | None:
+        """Counts an op; returns its mark.
+
+        Where the ops of the planned step are known, and another stands there, the numbers are those of a known step
+        that has this op here; else ops have no numbers until some in a row are as in the planned step. Where its ops
+        are not known, numbers go on; if the marked op comes later, it is numbered as the plan has it.
+        """
+        marks, at = self.marks, self.ordinal
+        if marks is None:
+            return None
+        if self._names is not None:
+            self._names.append(name)
+        if self._known is not None and (self._beside_known or self._known[at : at + 1] != [name]):
+            return self._beside(name)
+        self.ordinal = at + 1
+        if self._known is not None:
+            return marks.get(at)
+        mark, missed = marks.get(at), self.missed
+        if mark is None or mark.op != name:
+            if missed is None or missed.op != name:
+                if mark is not None and missed is None:
+                    self.missed, self._is_other = mark, True
+                return None
+            mark = missed
+            self.ordinal = mark.ordinal + 1
+        elif missed is not None:
+            self._lose(missed)
+        self.missed = None
+        return mark
+
+    def _beside(self, name: str, num_alike: int = 3) -> OpMark | None:
+        """Returns the mark of an op that comes where another was, or after such a one.
+
+        Args:
+            num_alike: ops in a row that tell where in the planned step they are.
+        """
+        self._is_other = True
+        if not self._beside_known and self._all_marks is not None and self._names is not None:
+            other = self._all_marks.beginning(self._names)
+            if other is not None:
+                self.marks, self._known, self.ordinal = other.marks, other.names, len(self._names)
+                self._is_other = False
+                return other.marks.get(self.ordinal - 1)
+        recent = self._beside_known = [*self._beside_known, name][-num_alike:]
+        known, at, marks = self._known or [], self.ordinal, self.marks or {}
+        end = next(
+            (i + num_alike for i in range(at, at + MOST_REMEMBERED_ANSWERS) if known[i : i + num_alike] == recent), 0
+        )
+        if len(recent) < num_alike or not end:
+            return None
+        self.ordinal, self._beside_known = end, []
+        mark = marks.get(end - 1)
+        begins = next((marks[i] for i in reversed(range(at, end - 1)) if i in marks and marks[i].begins_segment), None)
+        if begins is None:
+            return mark
+        # What was to begin with an op before it begins with this one.
+        mark = mark or OpMark(path=self.path, call=begins.call, ordinal=end - 1, op=name)
+        begins_piece = begins.begins_piece or mark.begins_piece
+        return dataclasses.replace(mark, begins_segment=True, saves=begins.saves, begins_piece=begins_piece)
+
+    def expects(self, names: list[str]) -> bool:
+        """Whether nothing speaks against the next ops having these names."""
+        at = self.ordinal
+        return (
+            self.missed is None
+            and not self._beside_known
+            and (self._known is None or self._known[at : at + len(names)] == names)
+        )
+
+    def pass_ops(self, names: Sequence[str] | None, num_ops: int = 0) -> None:
+        """Counts ops that are those of the marks in use, `num_ops` of them where their names are not known."""
+        at, self.ordinal = self.ordinal, self.ordinal + (num_ops if names is None else len(names))
+        if names is None:
+            names = self._known[at : self.ordinal] if self._known is not None else None if num_ops else ()
+        if names is None:
+            self._names = None
+        elif self._names is not None:
+            self._names += names
+
+    def settle(self) -> None:
+        """Called when the call has returned."""
+        later = [at for at in self.marks or () if at >= self.ordinal]
+        unmet = self.missed if self.missed is not None or not later else (self.marks or {})[min(later)]
+        if unmet is not None:
+            self._lose(unmet)
+        if self._all_marks is not None and self._names is not None:
+            is_shorter = self._known is not None and self.ordinal < len(self._known)
+            self._all_marks.learn(self._names, is_other=unmet is not None or self._is_other or is_shorter)
+
+    def _lose(self, mark: OpMark) -> None:
+        self._lost.append(f"`{self.path}` runs no {mark.op} as op {mark.ordinal}")
 
 
 def reads_numbers(args: Sequence[Any]) -> bool:

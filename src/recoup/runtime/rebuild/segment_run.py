@@ -90,6 +90,7 @@ class SegmentRun:
 
     __slots__ = (
         "__weakref__",
+        "_around",
         "_constants",
         "_counts",
         "_late",
@@ -124,6 +125,7 @@ class SegmentRun:
         self._lists = lists
         self._noted = noted
         self._starts: dict[int, Waiting] = {}
+        self._around = around
         if around is not None:
             self._starts = {wish.number: Waiting(wish, around.holding(wish.lead)) for wish in starts}
 
@@ -161,6 +163,16 @@ class SegmentRun:
             sources = ref()
             if sources is not None:
                 sources.append(kept)
+
+    def end_early(self) -> None:
+        """Called where the program ends before its time: what a piece starts from later is not made any more."""
+        around = self._around
+        if around is not None:
+            self._starts = {
+                number: start
+                for number, start in self._starts.items()
+                if all([around._kept(source) is not None for source in start.wish.lead])
+            }
 
     def _kept(self, number: int) -> Kept | KeptCompact | None:
         ref = self._sources.get(number)

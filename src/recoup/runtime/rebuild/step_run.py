@@ -321,6 +321,8 @@ class StepRun:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
+        for segment in self._segments.values():
+            segment.end_early()
         last = self._retrace(recorder)
         for ref in self._kept.values():
             kept = ref()
@@ -344,7 +346,7 @@ class StepRun:
             assert boundary.call is not None
             if boundary.index > told and boundary.call.index >= self.call.index:
                 break  # nobody knows whether it came by that
-            recorder.frame.ordinal += boundary.num_ops
+            recorder.frame.pass_ops(None, boundary.num_ops)
             if boundary.path is None:
                 opened.pop()
                 recorder.leave()
@@ -353,7 +355,7 @@ class StepRun:
                 recorder.enter(boundary.path)
             last, first = boundary, boundary.call.index
         for call in self._program.calls[first : self.call.index]:
-            recorder.frame.ordinal += call.num_ops
+            recorder.frame.pass_ops(call.form and [label for label, _, _ in call.form.counted], call.num_ops)
             last = call
         inside = [settings.path for settings in recorder.inside]
         while opened != inside[: len(opened)]:

@@ -26,7 +26,7 @@ class WatchedRecorder(Recorder):
         super().__init__()
         self.calls = calls
         self.followed = False
-        self.frame = Frame("", None)
+        self.frame = Frame("", None, [])
         self.log: CallLog | None = None
         self.stop_program: Any = None
         self.on_write: Any = None
