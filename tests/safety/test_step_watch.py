@@ -138,6 +138,27 @@ def test_another_precision_and_another_optimizer_are_said() -> None:
     assert len(messages) == 1 and "the optimizer holds" in messages[0] and "0 B planned" in messages[0]
 
 
+def test_steps_that_are_run_as_evidence_and_plain_ones_are_not_looked_at() -> None:
+    model = Net()
+    adam = torch.optim.Adam(model.parameters())
+    fitted = _planned(model, optimizer=adam)
+    watch = fitted.applied._watch
+    assert watch is not None
+    _step(model, _batch(), adam)
+    seen = watch._num_steps, watch.num_looked_at, len(watch._optimizers)
+
+    def evidence() -> None:
+        recoup.verify(model, fitted.plan, _batch(), loss=_loss, optimizer=adam, timed=False)
+        with fitted.applied.suspended():
+            for _ in range(2):
+                _step(model, _batch())
+
+    assert _warned(evidence) == []
+    assert (watch._num_steps, watch.num_looked_at, len(watch._optimizers)) == seen
+    _step(model, _batch(), adam)
+    assert watch.num_looked_at == seen[1] + 1
+
+
 def _tight(fitted: recoup.Fit) -> Plan:
     """Returns the plan with no room left in its budget."""
     return dataclasses.replace(fitted.plan, budget_bytes=fitted.plan.predicted.peak_bytes)

@@ -5,7 +5,8 @@ the planned peak plus what the step has beyond the planned one: saved bytes, opt
 begins, outputs that are held during backward, other forwards whose graphs are alive. These are counted in steps 1, 2,
 4, 8 and so on, and in each step that looks larger from outside than those counted; other steps cost a glance.
 
-Tensors saved by a backward that is itself differentiated (`create_graph`) are not counted.
+Steps that recoup runs for evidence, and plain ones while the plan is suspended, are not looked at. Tensors saved by a
+backward that is itself differentiated (`create_graph`) are not counted.
 """
 
 from __future__ import annotations
@@ -153,6 +154,10 @@ class StepWatch:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
             return
+        if execution_context.is_unwatched():
+            if self._device.type == "cuda":
+                self._num_steps = 0  # the allocator's peak is no longer that of a training step
+            return
         if self._device.type == "cuda":
             self._ask_allocator()
             return
@@ -224,6 +229,8 @@ class StepWatch:
             node.register_prehook(in_backward)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if execution_context.is_unwatched():
+            return
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if id(first) in self._parameters and all(ref() is not optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))

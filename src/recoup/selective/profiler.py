@@ -26,6 +26,7 @@ from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.trace import Trace
+from recoup.runtime import execution_context
 from recoup.selective.layers import partition
 from recoup.selective.profile_report import LayerProfile, ProfileReport
 
@@ -122,6 +123,7 @@ class MemoryProfiler:
         for parameter in self.model.parameters():
             parameter.grad = None
 
+    @execution_context.unwatched()
     def _step(self, batch: Any, run: _Run | None = None) -> None:
         self._forget_gradients()
         loss = self.objective.run(self.model, batch)
