@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import recoup
 from recoup.cost.model import FlopsCost
 from recoup.ir.plan import Plan
+from recoup.units import format_bytes
 from tests.models import Block
 
 WIDTH, ROWS = 32, 512
@@ -136,6 +137,52 @@ def test_another_precision_and_another_optimizer_are_said() -> None:
     adam = torch.optim.Adam(model.parameters())
     messages = _warned(lambda: [_step(model, _batch(), adam) for _ in range(3)] and None)
     assert len(messages) == 1 and "the optimizer holds" in messages[0] and "0 B planned" in messages[0]
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30], ids=["tight", "ample"])
+def test_parameters_that_begin_to_train_are_named(room: int) -> None:
+    model = Net()
+    blocks = [*model.blocks[:3].parameters()]
+    for parameter in blocks:
+        parameter.requires_grad_(False)
+    fitted = _planned(model)
+    fitted.applied.watch(dataclasses.replace(_tight(fitted), budget_bytes=fitted.plan.predicted.peak_bytes + room))
+    watch = fitted.applied._watch
+    assert watch is not None and _warned(lambda: [_step(model, _batch()) for _ in range(3)] and None) == []
+    planned_bytes = watch.peak_bytes
+    for parameter in blocks[-2:]:
+        parameter.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(model, _batch())  # its number is no power of two
+    said = (recoup.OverBudgetWarning, recoup.OtherStepWarning)
+    found = [str(w.message) for w in caught if isinstance(w.message, said)]
+    num_bytes = sum(p.nbytes for p in blocks[-2:])
+    assert watch.peak_bytes >= planned_bytes + num_bytes
+    assert len(found) == 1 and found[0].endswith("[E303]" if room else "[E302]")
+    named = f"2 parameters ({format_bytes(num_bytes)}) train that were frozen when the plan was put in place"
+    assert named in found[0] and "make a plan again" in found[0] and ("no less than" in found[0]) == (not room)
+
+
+def test_steps_that_are_run_as_evidence_and_plain_ones_are_not_looked_at() -> None:
+    model = Net()
+    adam = torch.optim.Adam(model.parameters())
+    fitted = _planned(model, optimizer=adam)
+    watch = fitted.applied._watch
+    assert watch is not None
+    _step(model, _batch(), adam)
+    seen = watch._num_steps, watch.num_looked_at, len(watch._optimizers)
+
+    def evidence() -> None:
+        recoup.verify(model, fitted.plan, _batch(), loss=_loss, optimizer=adam, timed=False)
+        with fitted.applied.suspended():
+            for _ in range(2):
+                _step(model, _batch())
+
+    assert _warned(evidence) == []
+    assert (watch._num_steps, watch.num_looked_at, len(watch._optimizers)) == seen
+    _step(model, _batch(), adam)
+    assert watch.num_looked_at == seen[1] + 1
 
 
 def _tight(fitted: recoup.Fit) -> Plan:

@@ -44,6 +44,7 @@ from recoup.capture.watched_step import (
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace
+from recoup.runtime import execution_context
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
@@ -105,7 +106,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
 
 def _runs(spec: StepSpec) -> bool:
     """Whether the step runs without a tracker."""
-    with untouched_step(spec) as before, before.watching():
+    with untouched_step(spec) as before, before.watching(), execution_context.unwatched():
         batch = real_batch(spec.batch)
         try:
             spec.objective.run(spec.model, batch).backward()  # type: ignore[no-untyped-call]

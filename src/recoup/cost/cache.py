@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 13  # of what is measured and how: another number finds nothing of older measurements
+_VERSION = 14  # of what is measured and how: another number finds nothing of older measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """From a signature back to a call that can be run: the same op on tensors of the same shapes, strides and dtypes.
 
 Values do not matter for time, with exceptions: NaN and denormal floats are slow, indices must be valid, and an index
-that is always 0 finds its row in the cache. So floats are drawn in [0.5, 1.5), integers are zeros (valid indices
-everywhere) but random rows for embeddings, booleans are a coin toss.
+that is always 0 finds its row in the cache. So floats are drawn in [0.5, 1], for ops that take probabilities alone (on
+a GPU, other numbers end the process), integers are zeros (valid indices everywhere) but random rows for embeddings,
+booleans are a coin toss.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Arena:
             self._block = torch.empty(needed_bytes, dtype=torch.uint8, device=self.device)
 
     def floats(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns `count` numbers in [0.5, 1.5)."""
+        """Returns `count` numbers in [0.5, 1]."""
         num_bytes = aligned(count * dtype.itemsize)
         part = self._block[self._used_bytes : self._used_bytes + count * dtype.itemsize]
         # With a storage of its own: some ops copy an argument's whole one.
@@ -73,7 +74,7 @@ class Arena:
         pool = self._pools.get(dtype)
         if pool is None:
             # Drawing every number would take longer than the op.
-            pool = (torch.rand(SMALL_BYTES // dtype.itemsize, device=self.device) + 0.5).to(dtype)
+            pool = (torch.rand(SMALL_BYTES // dtype.itemsize, device=self.device) / 2 + 0.5).to(dtype)
             self._pools[dtype] = pool
         whole, rest = divmod(count, len(pool))
         flat[: count - rest].view(whole, len(pool)).copy_(pool.expand(whole, len(pool)))

@@ -19,6 +19,7 @@ from recoup.evidence.memory import meter_name
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.plan import Plan
 from recoup.ir.report import MOST_ROWS, MeasuredTimeline
+from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, plain
 
 _MARK = "recoup step: "
@@ -53,6 +54,7 @@ def measure_timelines(
                 return before, _run(bench)
 
 
+@execution_context.unwatched()
 def _run(bench: StepBench) -> MeasuredTimeline:
     bench.restore()
     with warnings.catch_warnings():

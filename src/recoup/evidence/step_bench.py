@@ -20,6 +20,7 @@ from recoup.evidence.gradients import (
     take_result,
 )
 from recoup.evidence.memory import release_unused, storage_bytes
+from recoup.runtime import execution_context
 from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport
 from recoup.thresholds import SMALL_BYTES
@@ -78,6 +79,7 @@ class StepBench:
         estimated_bytes += self.trainable_bytes if self.objective.accumulates else 0
         return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
+    @execution_context.unwatched()
     def step(
         self,
         *,
@@ -106,6 +108,7 @@ class StepBench:
         self.step_optimizer()
         return None
 
+    @execution_context.unwatched()
     def step_optimizer(self) -> None:
         """Steps the optimizer, if there is one."""
         if self.optimizer is None:

@@ -21,6 +21,7 @@ from recoup.ir.decision import (
 )
 from recoup.ir.labels import paths_around
 from recoup.ir.plan import Plan
+from recoup.runtime import execution_context
 from recoup.runtime.card_room import CardRoom
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths
@@ -96,7 +97,8 @@ class Applied:
         """Runs the plain model inside the block."""
         before, self._state.suspended = self._state.suspended, True
         try:
-            yield
+            with execution_context.unwatched():
+                yield
         finally:
             self._state.suspended = before
 

@@ -42,6 +42,7 @@ class _Activity(threading.local):
     tiles = 0
     stand_in: Any = None
     stands_for: str = ""
+    is_unwatched: bool = False
 
     def __init__(self) -> None:
         self.replaying = threading.RLock()  # held, as often as they nest, while this thread replays something
@@ -187,6 +188,21 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _activity.observer = before
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Marks steps inside as no training steps under a plan: recoup's own, for evidence, and plain ones."""
+    before, _activity.is_unwatched = _activity.is_unwatched, True
+    try:
+        yield
+    finally:
+        _activity.is_unwatched = before
+
+
+def is_unwatched() -> bool:
+    """Whether the step that runs on this thread is no training step under a plan."""
+    return _activity.is_unwatched
 
 
 def stand_in_transport() -> Any:

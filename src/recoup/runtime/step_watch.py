@@ -2,10 +2,12 @@
 
 On a GPU the allocator tracks the peak, and each forward reads that of the last step. On a CPU the peak is estimated:
 the planned peak plus what the step has beyond the planned one: saved bytes, optimizer state, gradients when forward
-begins, outputs that are held during backward, other forwards whose graphs are alive. These are counted in steps 1, 2,
+begins, outputs that are held during backward, other forwards whose graphs are alive; at least so much, where parameters
+train that were frozen. These are counted in steps 1, 2,
 4, 8 and so on, and in each step that looks larger from outside than those counted; other steps cost a glance.
 
-Tensors saved by a backward that is itself differentiated (`create_graph`) are not counted.
+Steps that recoup runs for evidence, and plain ones while the plan is suspended, are not looked at. Tensors saved by a
+backward that is itself differentiated (`create_graph`) are not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.offload.optimizer_state import state_on_device
+from recoup.runtime.rebuild.kept import Simple, kept_simply, unpacked
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
@@ -40,12 +43,13 @@ class _Sight:
     batch: int
     gradients: int
     state: int
+    thawed: int
     precision: str
 
     def covers(self, other: _Sight) -> bool:
         """Whether a step like `other` takes no more than one like this, as far as these sizes tell."""
-        at_least = self.batch >= other.batch and self.gradients >= other.gradients and self.state >= other.state
-        return self.precision == other.precision and at_least
+        pairs = zip(dataclasses.astuple(self)[:-1], dataclasses.astuple(other)[:-1], strict=True)
+        return self.precision == other.precision and all(own >= others for own, others in pairs)
 
 
 class _Graph:
@@ -87,10 +91,10 @@ class _Counter:
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """A tensor is not kept."""
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Simple:
         """Saved-tensor hook for tensors that autograd keeps."""
         self.saved(tensor)
-        return tensor
+        return kept_simply(tensor)
 
     def note_precision(self, module: nn.Module, args: Any) -> None:
         """Pre-forward hook of every module: notes the dtype in which modules with floating weights compute."""
@@ -117,6 +121,7 @@ class StepWatch:
         self._parameters = {id(p) for p in model.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
         signs = [trained[0], trained[len(trained) // 2], trained[-1]] if trained else []
+        self._frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
         self._signs = [weakref.ref(p) for p in signs]
         self._glances: set[Any] = set()  # glances of steps that take no more than one that was counted
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -153,6 +158,10 @@ class StepWatch:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
             return
+        if execution_context.is_unwatched():
+            if self._device.type == "cuda":
+                self._num_steps = 0  # the allocator's peak is no longer that of a training step
+            return
         if self._device.type == "cuda":
             self._ask_allocator()
             return
@@ -166,6 +175,7 @@ class StepWatch:
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
             state=self._state_bytes(),
+            thawed=sum(p.nbytes for p in self._thawed()),
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
         is_covered = any(s.covers(sight) for s in self._seen)
@@ -180,7 +190,7 @@ class StepWatch:
         self._counter = _Counter([*model.parameters(), *model.buffers(), *batch])
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(execution_context.observing(self._counter))
-        hooks = _torch.saved_tensors_hooks(self._counter.pack, lambda t: t)
+        hooks = _torch.saved_tensors_hooks(self._counter.pack, unpacked)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
 
@@ -189,7 +199,11 @@ class StepWatch:
         signs = [p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
         states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast
+        return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast, len(self._thawed())
+
+    def _thawed(self) -> list[torch.Tensor]:
+        """Returns the parameters that train and were frozen when the plan was put in place."""
+        return [p for ref in self._frozen if (p := ref()) is not None and p.requires_grad]
 
     def _stop_counting(self) -> None:
         if self._counting is not None:
@@ -224,6 +238,8 @@ class StepWatch:
             node.register_prehook(in_backward)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if execution_context.is_unwatched():
+            return
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if id(first) in self._parameters and all(ref() is not optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
@@ -245,12 +261,15 @@ class StepWatch:
 
     def _beyond(self) -> Iterator[tuple[int, str]]:
         """Yields (bytes, words) of what this step has beyond the planned one."""
-        planned, sight = self.plan.predicted, self._sight
-        if sight is None:
-            return
+        planned, sight, thawed = self.plan.predicted, self._sight, self._thawed()
         saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
         more = saved - int(planned.forward_saved_bytes * (1 + SAME_SHARE))
-        if more > 0:
+        if thawed:
+            new = [p for p in thawed if p.grad is None and planned.phase != "forward"]
+            yield max(more, 0) + sum(p.nbytes for p in new), f"{_words(thawed)}: make a plan again"
+        if sight is None:
+            return
+        if more > 0 and not thawed:
             yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
         if sight.state > planned.optimizer_bytes:
             held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
@@ -297,11 +316,17 @@ class StepWatch:
         if sight.state > planned.optimizer_bytes:
             held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
             found.append(f"its optimizer holds {held}, planned were {expected} (`optimizer=`)")
+        thawed = self._thawed()
+        if thawed:
+            found.append(_words(thawed))
         if found:
             self._said_differs = True
+            fits = "fits; a plan of this step may be faster"
+            if thawed:
+                fits = "may hold more than was planned; make a plan again"
             warnings.warn(
                 f"This training step of {self.plan.model_class} is not the one that was planned: {'; '.join(found)}. "
-                "It is as exact, and fits; a plan of this step may be faster. This is said once. [E303]",
+                f"It is as exact, and {fits}. This is said once. [E303]",
                 OtherStepWarning,
                 stacklevel=2,
             )
@@ -326,7 +351,7 @@ class StepWatch:
         why = "; also ".join(text for _, text in causes)
         if not why:
             why = "a larger batch, another precision or optimizer, or tensors that your own code holds"
-        about = "about " if self._device.type == "cpu" else ""
+        about = ("no less than " if self._thawed() else "about ") if self._device.type == "cpu" else ""
         self.remove()
         warnings.warn(
             f"A training step of {self.plan.model_class} peaked at {about}{format_bytes(peak_bytes)}, over the plan's "
@@ -336,6 +361,11 @@ class StepWatch:
             OverBudgetWarning,
             stacklevel=2,
         )
+
+
+def _words(thawed: list[torch.Tensor]) -> str:
+    num_bytes = format_bytes(sum(p.nbytes for p in thawed))
+    return f"{len(thawed)} parameters ({num_bytes}) train that were frozen when the plan was put in place"
 
 
 def find_watches(model: nn.Module) -> list[StepWatch]:

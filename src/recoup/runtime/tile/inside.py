@@ -10,6 +10,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild.kept import kept_simply, unpacked
 from recoup.runtime.rebuild.lineage import current_recorder
 
 
@@ -53,12 +54,12 @@ def inside_tile(*, keeps: bool = False) -> Iterator[None]:
     recorder = current_recorder()
     if recorder is not None:
         recorder.paused += 1
-    pack: Callable[[torch.Tensor], Any] = (lambda t: t) if keeps else (lambda t: None)
+    pack: Callable[[torch.Tensor], Any] = kept_simply if keeps else (lambda t: None)
     try:
         with (
             execution_context.in_tile(),
             torch.enable_grad(),
-            _torch.saved_tensors_hooks(pack, lambda t: t),
+            _torch.saved_tensors_hooks(pack, unpacked),
         ):
             yield
     finally:
