@@ -28,6 +28,7 @@ from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.offload.optimizer_state import state_on_device
+from recoup.runtime.rebuild.kept import Simple, kept_simply, unpacked
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
@@ -87,10 +88,10 @@ class _Counter:
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """A tensor is not kept."""
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Simple:
         """Saved-tensor hook for tensors that autograd keeps."""
         self.saved(tensor)
-        return tensor
+        return kept_simply(tensor)
 
     def note_precision(self, module: nn.Module, args: Any) -> None:
         """Pre-forward hook of every module: notes the dtype in which modules with floating weights compute."""
@@ -180,7 +181,7 @@ class StepWatch:
         self._counter = _Counter([*model.parameters(), *model.buffers(), *batch])
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(execution_context.observing(self._counter))
-        hooks = _torch.saved_tensors_hooks(self._counter.pack, lambda t: t)
+        hooks = _torch.saved_tensors_hooks(self._counter.pack, unpacked)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
 

@@ -26,6 +26,7 @@ from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.trace import Trace
+from recoup.runtime.rebuild.kept import Simple, kept_simply, unpacked
 from recoup.selective.layers import partition
 from recoup.selective.profile_report import LayerProfile, ProfileReport
 
@@ -151,7 +152,7 @@ class _Run:
         for path, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._enter(path)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-        self._stack.enter_context(_torch.saved_tensors_hooks(self._pack, lambda t: t))
+        self._stack.enter_context(_torch.saved_tensors_hooks(self._pack, unpacked))
         self._began = self._now()
         return self
 
@@ -179,12 +180,12 @@ class _Run:
         path, began = self._open.pop()
         self.seconds[path] += self._now() - began
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Simple:
         key = _key(tensor)
         if self._open and key not in self._known and key not in self._seen:
             self._seen[key] = tensor.detach()  # while it is held its address is its own
             self.saved_bytes[self._open[-1][0]] += tensor.untyped_storage().nbytes()
-        return tensor
+        return kept_simply(tensor)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

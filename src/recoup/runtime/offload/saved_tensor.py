@@ -30,6 +30,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import (
     flat_bytes,
 )
 from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.runtime.rebuild.kept import kept_simply, unpacked
 from recoup.runtime.rebuild.values import geometry_of
 
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover to have it moved whole: `unsafe_chunk`'s parts change unseen
@@ -49,13 +50,13 @@ class Offloader(Moves):
         self._on_device: deque[MovedStorage] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: returns a handle on the moved tensor, or the tensor itself if it stays."""
+        """Saved-tensor hook: returns a handle on the moved tensor, or the tensor and its version if it stays."""
         own_bytes = tensor.numel() * tensor.dtype.itemsize
         if tensor.layout is not torch.strided or own_bytes < self._min_bytes:
-            return tensor
+            return kept_simply(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._stays or storage.nbytes() % tensor.dtype.itemsize:
-            return tensor
+            return kept_simply(tensor)
         if own_bytes < _WHOLE_SHARE * storage.nbytes():
             dense = tensor.detach().clone(memory_format=torch.contiguous_format)
             return _Slice(self._returning(self._move(dense), dense, tensor), tensor.stride())
@@ -127,5 +128,5 @@ def offload(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = make_transport(device, transport, host="inline")
     moved = Offloader(model, chosen, min_bytes=min_bytes, keep_last=keep_last)
-    with _torch.saved_tensors_hooks(moved.pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept.unpack()):
+    with _torch.saved_tensors_hooks(moved.pack, unpacked):
         yield moved
