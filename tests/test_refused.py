@@ -86,6 +86,19 @@ def test_what_cannot_be_used_is_refused_in_one_line_and_changes_nothing() -> Non
         assert not any("forward" in vars(module) for module in model.modules()), kind
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_advice_for_a_compiled_part_can_be_followed(compiled: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    bare = model[1][0]
+    model[1][0] = torch.compile(bare, backend="eager")
+    with pytest.raises(recoup.ConflictError, match=r"`1\.0` is OptimizedModule") as caught:
+        _fit(model, compiled=compiled)
+    code = next(part for part in str(caught.value).split("`") if part.startswith("model."))
+    eval(code, {"model": model})
+    assert model[1][0] is bare
+    assert _fit(model, budget="100%", timed=False).evidence.ok
+
+
 def test_a_profile_has_the_peak_that_plans_have() -> None:
     model = nn.Linear(8, 8)
     plan = recoup.plan(model, _X, loss=_loss, budget="100%", device="a100-80gb")

@@ -183,6 +183,21 @@ def test_steps_that_cannot_be(model: nn.Module, loss, message: str) -> None:
         capture(StepSpec(model=model, batch=torch.randn(2, 4), objective=Objective(loss=loss)))
 
 
+def test_a_backward_that_fails_without_a_plan_is_said_to() -> None:
+    class Overwrites(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(super().forward(x))
+            x[:, :1] = 0
+            return x.mean()
+
+    model, x = Overwrites(4, 4), torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match="output 0 of Tanh") as torchs:
+        model(x).backward()
+    with pytest.raises(StepError, match="The backward of Overwrites fails on this batch without a plan too") as caught:
+        capture(StepSpec(model=model, batch=x))
+    assert str(torchs.value).split(", which")[0] in str(caught.value) and ".." not in str(caught.value)
+
+
 def test_a_failing_step_is_not_searched_for_in_the_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:

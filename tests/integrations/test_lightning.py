@@ -107,6 +107,53 @@ def test_a_plan_is_used_again(tmp_path: Path) -> None:
     assert second.meter.num_replays == first.meter.num_replays
 
 
+class _WithoutIndex(Module):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+class _OwnHook(Module):
+    """Its `training_step` reads what its hook of each batch sets."""
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.weight = 1 + 0.1 * batch_idx
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.weight * super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [_WithoutIndex, _OwnHook])
+def test_what_lightning_lets_a_module_do_is_planned(tmp_path: Path, kind: type[Module]) -> None:
+    torch.manual_seed(1)
+    module = kind()
+    twin = copy.deepcopy(module)
+    _train(twin, tmp_path)
+    callback = RecoupCallback("80%")
+    _train(module, tmp_path, callback)
+    assert callback.plan is not None and callback.plan.decisions and callback.meter.peak_bytes is not None
+    assert module.losses == twin.losses and len(module.losses) == 3
+    assert not {"training_step", "on_train_batch_start"} & vars(module).keys()
+
+
+class _ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Iterates(Module):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(_ByHand, "optimizes by hand"), (_Iterates, "takes a dataloader_iter")])
+def test_what_cannot_be_planned_is_refused_before_the_first_batch(
+    tmp_path: Path, kind: type[Module], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{message}.*recoup.fit on the net"):
+        _train(kind(), tmp_path, RecoupCallback("80%"))
+
+
 def test_budget_or_plan() -> None:
     with pytest.raises(UsageError, match="one of the two"):
         RecoupCallback()

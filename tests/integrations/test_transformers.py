@@ -123,6 +123,33 @@ def test_save_load_and_resume(tmp_path: Path, actions: tuple[str, ...]) -> None:
         assert torch.isfinite(loaded(**batch, use_cache=False).loss)  # as the Trainer's steps
 
 
+@pytest.mark.parametrize("option", [{"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}], ids=str)
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_what_the_arguments_change_in_the_step_is_planned(
+    tmp_path: Path, option: dict[str, float], of_trainer: bool
+) -> None:
+    model, _, _ = make("llama")
+    twin = copy.deepcopy(model)
+    args = _arguments(tmp_path, max_steps=2, **option)
+    if of_trainer:
+        fit = integration.fit_trainer(Trainer(model=model, args=args, train_dataset=_data()), budget="80%")
+    else:
+        fit = integration.fit(model, args, _data(), budget="80%")
+    assert fit.plan.decisions and not hasattr(model.model.embed_tokens, "neftune_noise_alpha")
+    watching = integration.RecoupCallback(fit.plan)
+    assert _train(model, args, watching) == _train(twin, args)
+    assert watching.meter.peak_bytes is not None
+    assert abs(watching.meter.peak_bytes + _BATCH_BYTES - fit.evidence.peak_bytes) <= 16
+
+
+def test_forwards_that_the_trainer_would_replace_are_refused(tmp_path: Path) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path)
+    args.use_liger_kernel = True
+    with pytest.raises(ConflictError, match=r"use_liger_kernel on.*apply_liger_kernel"):
+        integration.fit(model, args, _data(), budget="80%")
+
+
 @pytest.mark.parametrize("option", ["gradient_checkpointing", "activation_checkpointing"])
 def test_conflicting_arguments_are_refused(tmp_path: Path, option: str) -> None:
     model, _, _ = make("llama")

@@ -153,9 +153,10 @@ def test_backward_twice(make: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_change_in_place_after_saving_raises() -> None:
+@pytest.mark.parametrize("min_bytes", [64, 1 << 20], ids=["moved", "stays"])
+def test_change_in_place_after_saving_raises(min_bytes: int) -> None:
     x = torch.randn(64, requires_grad=True)
-    with recoup.offload(nn.Identity(), transport="inline", min_bytes=64):
+    with recoup.offload(nn.Identity(), transport="inline", min_bytes=min_bytes):
         y = x.exp()
         loss = y.sum()
     y.detach().mul_(0)

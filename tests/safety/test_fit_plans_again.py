@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import recoup
+from recoup.api import fitting
 from recoup.runtime.apply import find_patches
 
 
@@ -147,18 +149,46 @@ def test_keep_leaves_a_module_and_what_is_in_it_alone() -> None:
         recoup.plan(model, batch, budget="75%", loss=_loss, keep=["blocks.9"])
 
 
-def test_the_smallest_peak_is_the_measured_one_where_prediction_was_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    from recoup.api import fitting
-
+def _measures_above(monkeypatch: pytest.MonkeyPatch, above: Callable[[int], int]) -> list[int]:
+    """Has each verified plan measure as many bytes above its prediction as `above` says; returns the predictions."""
     verify = fitting.verify_plan
+    predicted: list[int] = []
 
-    def above(*args: Any, **kwargs: Any) -> Any:
+    def higher(*args: Any, **kwargs: Any) -> Any:
         evidence = verify(*args, **kwargs)
-        return dataclasses.replace(evidence, peak_bytes=evidence.budget_bytes + 1000)
+        predicted.append(evidence.predicted_peak_bytes)
+        return dataclasses.replace(evidence, peak_bytes=predicted[-1] + above(predicted[-1]))
 
-    monkeypatch.setattr(fitting, "verify_plan", above)
+    monkeypatch.setattr(fitting, "verify_plan", higher)
+    return predicted
+
+
+def test_a_plan_that_measures_above_the_budget_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Net(MLP), torch.randn(512, 32)
+    options: dict[str, Any] = {"loss": lambda o, b: o.mean(), "timed": False, "actions": ("recompute",)}
+    # Far below the budget, yet the measured peak is a little above it: less of the budget finds the same plan.
+    free = recoup.plan(model, x, budget="75%", loss=options["loss"], actions=("recompute",))
+    above = free.budget_bytes - free.predicted.peak_bytes + 1000
+    predicted = _measures_above(monkeypatch, lambda _: above)
+    fit = recoup.fit(model, x, budget="75%", **options)
+    assert fit.evidence.ok and fit.evidence.peak_bytes <= fit.plan.budget_bytes
+    assert len(predicted) == 2 and predicted[1] < predicted[0] == free.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_what_is_refused_is_below_the_smallest_plan_as_measured(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    model, x = Net(MLP), torch.randn(512, 32)
+    options: dict[str, Any] = {"loss": lambda o, b: o.mean(), "timed": False, "actions": ("recompute",)}
+    smallest = recoup.plan(model, x, budget="min", loss=options["loss"], actions=("recompute",)).predicted.peak_bytes
+    predicted = _measures_above(monkeypatch, lambda peak: 200_000 + int(share * (peak - smallest)))
+    with pytest.raises(recoup.InfeasibleBudget, match="the smallest plan measured") as caught:
+        recoup.fit(model, x, budget=smallest + 150_000, **options)
+    assert caught.value.minimum_bytes == predicted[-1] + 200_000 == smallest + 200_000
+    assert recoup.fit(model, x, budget=caught.value.minimum_bytes, **options).evidence.ok
+
+
+def test_the_smallest_peak_is_the_measured_one_where_prediction_was_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    _measures_above(monkeypatch, lambda _: 1000)
     model, x = Net(MLP), torch.randn(64, 32)
     fit = recoup.fit(model, x, loss=lambda o, b: o.mean(), budget="min", timed=False)
     assert fit.evidence.ok and fit.plan.budget_bytes == fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes + 1000

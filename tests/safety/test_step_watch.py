@@ -270,3 +270,17 @@ def test_a_tiled_head_is_watched_without_its_logits_being_computed(is_inside: bo
         assert _warned(step) == []
         assert watch is not None and watch.peak_bytes == plan.predicted.peak_bytes and watch.num_looked_at == 1
         assert applied.log.num_logits_made == 0
+
+
+def test_a_change_in_place_is_noticed_in_a_step_that_is_counted() -> None:
+    model, is_overwritten = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]), False
+    model[3].register_forward_hook(lambda _, args, output: output.zero_() if is_overwritten else None)
+    x = torch.randn(64, 32)
+    plan = recoup.plan(model, x, budget="min", loss=lambda output, _: output.mean(), actions=["recompute"], keep="3")
+    assert plan.decisions
+    with recoup.apply(model, plan) as applied:
+        is_overwritten = True
+        loss = model(x).mean()
+        assert applied._watch is not None and applied._watch.num_looked_at == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

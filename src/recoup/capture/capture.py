@@ -96,23 +96,29 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             raise StepError(
                 f"The step of {type(spec.model).__name__} runs, but not with this plan applied; its {error.reason}."
             ) from error.__cause__
-        if _runs(spec):
+        plain = _plain_error(spec)
+        if plain is None:
             raise StepError(
                 f"The step of {type(spec.model).__name__} runs, but recoup cannot follow it; its {error.reason}, only "
                 "while it was watched. Please report the model."
             ) from error.__cause__
+        if error.reason.startswith("backward"):  # a watched one has autograd's checks in recoup's words
+            raise StepError(
+                f"The backward of {type(spec.model).__name__} fails on this batch without a plan too. Torch says: "
+                f"{' '.join(str(plain).split())}"
+            ) from plain
         raise
 
 
-def _runs(spec: StepSpec) -> bool:
-    """Whether the step runs without a tracker."""
+def _plain_error(spec: StepSpec) -> Exception | None:
+    """Returns what the step raises without a tracker, None if it runs."""
     with untouched_step(spec) as before, before.watching(), execution_context.unwatched():
         batch = real_batch(spec.batch)
         try:
             spec.objective.run(spec.model, batch).backward()  # type: ignore[no-untyped-call]
-        except Exception:  # user code runs here
-            return False
-    return True
+        except Exception as error:  # user code runs here
+            return error
+    return None
 
 
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:

@@ -20,6 +20,7 @@ from recoup.capture.step import Objective, leaves_of
 from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError, first_line
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild.kept import Simple, kept_simply, unpacked
 
 
 class Unfollowable(Exception):
@@ -83,8 +84,8 @@ def run_step(
         raise Unfollowable(f"{type(error).__name__}: {first_line(error)}") from error
     except Exception as error:  # the user's model and loss run here and may raise anything
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
-        what = f"{type(error).__name__}: {first_line(error)}"
-        message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        what = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+        message = f"The {phase} of {type(model).__name__} failed on this batch: {what}."
         if (
             phase == "forward"
             and isinstance(error, TypeError)
@@ -92,7 +93,7 @@ def run_step(
             and type(batch) in (tuple, list)
         ):
             message += (
-                f". The model was called with the batch's {len(batch)} items; if they are inputs and targets, give "
+                f" The model was called with the batch's {len(batch)} items; if they are inputs and targets, give "
                 "inputs=..., targets=... and loss=..., or step=lambda model, batch: ..."
             )
         raise Failed(message, f"{phase} raised {what}") from error
@@ -102,16 +103,14 @@ def run_step(
 def saving(tracker: Tracker) -> Iterator[None]:
     """Notifies the tracker of every saved tensor: autograd's own and those that the engine keeps."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Simple:
         tracker.saved(tensor)
-        if tensor.grad_fn is None:
-            return tensor
         # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
         # dropped before backward would count as alive until Python's collector runs.
-        return _torch.detach_past_modes(tensor)
+        return kept_simply(tensor)
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
+    with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, unpacked):
         yield
 
 

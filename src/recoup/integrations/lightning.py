@@ -2,10 +2,10 @@
 
     trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
 
-To verify the plan a few steps are run and undone. The planned step is `training_step(batch, batch_idx)`, whatever
-modules it calls; `self.log` does nothing while it is captured. The last step's gradients are freed when a batch begins,
-before forward instead of after. With gradient accumulation they exist during forward: leave room for them. The plan is
-in place from the first batch on, after the strategy has set up the model.
+To verify the plan a few steps are run and undone. The planned step is `training_step`, whatever modules it calls, after
+the module's own `on_train_batch_start`; `self.log` does nothing while it is captured. The last step's gradients are
+freed when a batch begins, before forward instead of after. With gradient accumulation they exist during forward: leave
+room for them. The plan is in place from the first batch on, after the strategy has set up the module.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from recoup import api
@@ -74,19 +75,51 @@ class RecoupCallback(Callback):
         self.measured_step = measured_step
         self._applied: Applied | None = None
         self._step: TrainingStep | None = None
+        self._until_installed = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses modules whose `training_step` is more than a loss of a batch."""
+        name = type(pl_module).__name__
+        if not pl_module.automatic_optimization:
+            raise UsageError(
+                f"{name} optimizes by hand (automatic_optimization=False): its training_step runs backward and the "
+                "optimizer itself, and a plan is for one that returns a loss. Have it return the loss with "
+                "automatic_optimization=True; or leave out RecoupCallback, and call recoup.fit on the net that it "
+                "trains, with its batch and its loss, before trainer.fit."
+            )
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise UsageError(
+                f"{name}.training_step takes a dataloader_iter: there is no batch to plan for before it runs. Have it "
+                "take (batch, batch_idx); or leave out RecoupCallback, and call recoup.fit on the net that it trains."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans and applies at the first batch; starts measuring at the chosen one."""
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
         accumulates = trainer.accumulate_grad_batches
-        if pl_module.automatic_optimization and batch_idx % accumulates == 0:
+        if batch_idx % accumulates == 0:
             # Lightning drops the last step's gradients between forward and backward: too late for forward's peak.
             for used in trainer.optimizers:
                 used.zero_grad(set_to_none=True)
-        if self._applied is None:
-            self._install(trainer, pl_module, batch, optimizer)
-        if batch_idx >= self.measured_step and self.meter.peak_bytes is None:
-            self.meter.start(pl_module, optimizer, batch)
+        hooks = vars(pl_module)
+        own = pl_module.on_train_batch_start
+
+        def on_train_batch_start(batch: Any, batch_idx: int) -> Any:
+            self._until_installed.close()
+            answer = own(batch, batch_idx)
+            if answer == -1:  # the rest of the epoch is left out, this batch with it
+                return answer
+            if self._applied is None:
+                self._install(trainer, pl_module, batch, batch_idx, optimizer)
+            if batch_idx >= self.measured_step and self.meter.peak_bytes is None:
+                self.meter.start(pl_module, optimizer, batch)
+            return answer
+
+        # Lightning calls the module's hook after those of callbacks, and `training_step` may need what it sets.
+        before = {name: hooks[name] for name in (on_train_batch_start.__name__,) if name in hooks}
+        self._until_installed.callback(hooks.update, before)
+        self._until_installed.callback(hooks.pop, on_train_batch_start.__name__, None)
+        hooks[on_train_batch_start.__name__] = on_train_batch_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Stops measuring and logs the peak."""
@@ -99,6 +132,7 @@ class RecoupCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the plan: the module is as before."""
+        self._until_installed.close()
         if self.meter.is_running:
             self.meter.stop()
         if self._applied is not None:
@@ -115,15 +149,19 @@ class RecoupCallback(Callback):
             f"{self.meter.num_replays} regions run twice, {self.meter.num_rederived} tensors rederived"
         )
 
-    def _install(self, trainer: Trainer, pl_module: LightningModule, batch: Any, optimizer: Any) -> None:
+    def _install(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, optimizer: Any
+    ) -> None:
+        takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         step = TrainingStep(pl_module)
         if self.plan is None:
             assert self.budget is not None
             made = None
             if trainer.global_rank == 0:
                 step.context = trainer.precision_plugin.forward_context
+                args = (batch, batch_idx) if takes_index else (batch,)
                 with _silent(pl_module):
-                    fit = api.fit(step, (batch, 0), budget=self.budget, optimizer=optimizer, timed=False)
+                    fit = api.fit(step, args, budget=self.budget, optimizer=optimizer, timed=False)
                 fit.applied.remove()
                 # A plan whose evidence is not ok was warned of, and is not put in place.
                 made = fit.plan if fit.evidence.ok else dataclasses.replace(fit.plan, decisions=())
@@ -139,6 +177,8 @@ class RecoupCallback(Callback):
             assert found is not None
             return found(*args, **kwargs)
 
+        plain = type(pl_module).training_step
+        vars(training_step)["__wrapped__"] = getattr(plain, "__wrapped__", plain)  # Lightning asks what it takes
         pl_module.__dict__["training_step"] = training_step
 
 

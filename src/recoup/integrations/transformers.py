@@ -20,6 +20,9 @@ import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
 from recoup import api
 from recoup._pytree import map_tensors
@@ -52,9 +55,10 @@ def fit(
 ) -> api.Fit:
     """Plans for the steps that a `Trainer` with these arguments will run, changes the model in place and verifies it.
 
-    The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision and optimizer
-    are those of `args`. With gradient accumulation the gradients exist during forward, so their bytes are subtracted
-    from the budget.
+    The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision, optimizer,
+    label smoothing and noise on embeddings (NEFTune) are those of `args`. With gradient accumulation the gradients
+    exist during forward, so their bytes are subtracted from the budget. A loss of the Trainer's own, also one given as
+    `compute_loss_func`, is not in `args`: `fit_trainer` plans it.
 
     Args:
         model: the model, on its device.
@@ -81,8 +85,9 @@ def fit(
     batch = _with_num_items(model, sample_batch(train_dataset, args.per_device_train_batch_size, data_collator))
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
-    with _trainers_cache(model, args), autocast:
-        found = api.fit(model, batch, budget=target, optimizer=optimizer, actions=actions, timed=timed)
+    with _trainers_cache(model, args), _trainers_noise(model, args), autocast:
+        step = _trainers_step(model, args, batch)
+        found: api.Fit = api.fit(model, **step, budget=target, optimizer=optimizer, actions=actions, timed=timed)
     if not held:
         return found
     note = f"planned for {format_bytes(held)} less than the budget: gradients accumulate over several batches"
@@ -145,7 +150,7 @@ def fit_trainer(
     model.train()
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     accumulates = _attribute(trainer, "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
-    with _trainers_cache(model, args), _in_training(model), autocast, accumulates:
+    with _trainers_cache(model, args), _trainers_noise(model, args), _in_training(model), autocast, accumulates:
         return api.fit(
             model,
             (inputs, count),
@@ -170,6 +175,43 @@ def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]
         return
     with _attribute(config, "use_cache", args.use_cache):
         yield
+
+
+@contextlib.contextmanager
+def _trainers_noise(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
+    """Adds noise to the embeddings inside of the block if a Trainer with these arguments does while it trains."""
+    if args.neftune_noise_alpha is None:
+        yield
+        return
+    handle = activate_neftune(model, args.neftune_noise_alpha)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        deactivate_neftune(model, handle)  # type: ignore[no-untyped-call]
+
+
+def _trainers_step(model: nn.Module, args: TrainingArguments, batch: Any) -> dict[str, Any]:
+    """Returns the step of a Trainer with these arguments, as `recoup.fit` takes it.
+
+    With label smoothing the Trainer keeps the labels from the model, and computes the loss of its logits.
+    """
+    config = getattr(model, "config", None)
+    smooths = args.label_smoothing_factor and getattr(config, "problem_type", None) != "multi_label_classification"
+    if not smooths or not isinstance(batch, Mapping) or "labels" not in batch:
+        return {"batch": batch}
+    smoother = LabelSmoother(epsilon=args.label_smoothing_factor)
+    inner: Any = model
+    if hasattr(model, "peft_config"):
+        inner = inner.base_model.model
+    shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def loss(output: Any, targets: Any) -> torch.Tensor:
+        labels, count = targets
+        found: Any = smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
+        return found  # type: ignore[no-any-return]
+
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return {"inputs": inputs, "targets": (batch["labels"], batch.get("num_items_in_batch")), "loss": loss}
 
 
 @contextlib.contextmanager
@@ -249,7 +291,7 @@ def _length(example: Any) -> int:
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """Raises ConflictError if the training arguments turn on another activation checkpointing."""
+    """Raises ConflictError if training arguments turn on another activation checkpointing, or replace forwards."""
     fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
     found = [name for name in _OTHER_CHECKPOINTING if getattr(args, name, False)]
     found += [f"fsdp_config[{name!r}]" for name in ("activation_checkpointing",) if fsdp.get(name)]
@@ -257,6 +299,12 @@ def refuse_arguments(args: TrainingArguments) -> None:
         raise ConflictError(
             f"TrainingArguments have {' and '.join(found)} on, and a recoup plan decides which modules are recomputed. "
             "Leave it out of the arguments, or train without a plan."
+        )
+    if getattr(args, "use_liger_kernel", False):
+        raise ConflictError(
+            "TrainingArguments have use_liger_kernel on: the Trainer replaces forwards when training begins, which are "
+            "not those that were planned. Leave it out of the arguments, and call "
+            "transformers.integrations.liger.apply_liger_kernel(model, args.liger_kernel_config) before planning."
         )
 
 

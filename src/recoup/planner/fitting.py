@@ -106,7 +106,6 @@ class Fitting:
             InfeasibleBudget: if no plan is left. What planning and verification raise; nothing is in place then.
         """
         failed: tuple[Plan, Evidence] | None = None
-        measured: Evidence | None = None  # of the last plan that was above the budget
         ran_out: StepOutOfMemory | None = None
         num_over = 0
         while True:
@@ -115,9 +114,7 @@ class Fitting:
             except InfeasibleBudget as error:
                 if failed is not None:
                     return failed[0], apply_decisions(self.model, ()), failed[1]
-                if measured is None or self._target_bytes is None:
-                    raise ran_out or error from None
-                raise self._never_below(measured, error.minimum_bytes - self._target_bytes) from None
+                raise ran_out or error from None
             applied = apply_decisions(self.model, made.decisions)
             try:
                 progress.advance("running plain and planned steps")
@@ -131,9 +128,8 @@ class Fitting:
                 applied.remove()
                 ran_out, num_over = StepOutOfMemory(*error.args), num_over + 1  # its traceback holds the step
                 less = made.predicted.peak_bytes - int(made.budget_bytes * ESTIMATE_SHARE)
-                if num_over == MOST_TRIES or less <= 0 or is_minimum(self.budget):
+                if not self._plan_for_less(made, less, num_over, "a step of another plan ran out of memory"):
                     raise
-                self._plan_for_less(less, "a verified step of an earlier plan ran out of memory")
                 continue
             except BaseException:
                 applied.remove()
@@ -154,17 +150,29 @@ class Fitting:
                 applied.remove()
                 continue
             applied.remove()
-            measured, num_over = evidence, num_over + 1
+            num_over += 1
             progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
-            less = (self._target_bytes or made.budget_bytes) - over - int(made.budget_bytes * NEGLIGIBLE_SHARE)
-            if num_over == MOST_TRIES or less <= 0:
+            less = made.predicted.peak_bytes - over - int(made.budget_bytes * NEGLIGIBLE_SHARE)
+            if not self._plan_for_less(made, less, num_over, "another plan measured above it"):
                 raise self._never_below(evidence)
-            self._plan_for_less(less, "an earlier plan measured above it")
 
-    def _plan_for_less(self, target_bytes: int, reason: str) -> None:
-        self._target_bytes = target_bytes
+    def _plan_for_less(self, made: Plan, target_bytes: int, num_over: int, reason: str) -> bool:
+        """Has the next plan peak lower than one that did not fit; whether there is any lower.
+
+        Args:
+            made: what did not fit.
+            target_bytes: for the next; where no plan is as small, and for the last try, the smallest there is.
+            num_over: how many plans did not fit.
+            reason: why, for the notes.
+        """
+        assert self._planner is not None  # it made the plan
+        smallest = self._planner.smallest().peak_bytes
+        if made.predicted.peak_bytes <= smallest:
+            return False
+        self._target_bytes = max(target_bytes, smallest) if num_over < MOST_TRIES - 1 else smallest
         note = f"planned for less than the budget: {reason}"
         self.notes += [] if note in self.notes else [note]
+        return True
 
     def _plan_around(self, made: Plan, culprits: Sequence[str], reason: str) -> bool:
         """Leaves something out of the next plan: regions, or an action that the plan used; whether there was any."""
@@ -184,7 +192,7 @@ class Fitting:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        self._planner = None
+        self._planner = self._target_bytes = None  # what was over, and by how much, were other plans
         progress.advance(f"planning again: {text}")
 
     def _use_less(self, made: Plan, reason: str) -> bool:
@@ -206,8 +214,8 @@ class Fitting:
         return False
 
     def _infeasible(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """Returns the error, with what was left out."""
-        left_out = f" Left out of the plan: {'; '.join(self.notes)}." if self.notes else ""
+        """Returns the error, with what was found out and left out."""
+        left_out = f" Found on the way: {'; '.join(self.notes)}." if self.notes else ""
         return InfeasibleBudget(
             error.args[0] + left_out,
             budget_bytes=self._budget_bytes or error.budget_bytes,
@@ -216,24 +224,17 @@ class Fitting:
             tensors=error.tensors,
         )
 
-    def _never_below(self, evidence: Evidence, missing_bytes: int = 0) -> InfeasibleBudget:
-        """Returns the error of plans that measure above the budget.
-
-        Args:
-            evidence: of the last.
-            missing_bytes: by how much the budget for the next was below the smallest plan.
-        """
+    def _never_below(self, evidence: Evidence) -> InfeasibleBudget:
+        """Returns the error of plans that measure above the budget, the smallest one too, whose evidence is given."""
         assert self._planner is not None
         smallest = self._planner.smallest()
-        minimum = max(smallest.peak_bytes, evidence.peak_bytes, self._budget_bytes + missing_bytes)
         return self._infeasible(
             InfeasibleBudget(
-                f"Budget {format_bytes(self._budget_bytes)} could not be met: the last plan measured "
-                f"{format_bytes(evidence.peak_bytes)}, predicted were {format_bytes(evidence.predicted_peak_bytes)}, "
-                f"and there is none below it. Use a budget of at least {format_at_least(minimum)} (or 'min'), or a "
-                "smaller batch.",
+                f"Budget {format_bytes(self._budget_bytes)} could not be met: the smallest plan measured "
+                f"{format_bytes(evidence.peak_bytes)}, predicted were {format_bytes(evidence.predicted_peak_bytes)}. "
+                f"Use a budget of at least {format_at_least(evidence.peak_bytes)} (or 'min'), or a smaller batch.",
                 budget_bytes=self._budget_bytes,
-                minimum_bytes=minimum,
+                minimum_bytes=evidence.peak_bytes,
                 phase=smallest.phase,
                 tensors=smallest.tensors,
             )

@@ -52,12 +52,20 @@ def refuse_conflicts(model: nn.Module) -> None:
             )
 
 
+# Why the step of a wrapped module cannot be captured, and where the wrapper has the bare one.
 _WRAPPERS = {
-    "DistributedDataParallel": "its forward runs collectives too; give `model.module`",
-    "OptimizedModule": "compiled code is not run op by op; give `model._orig_mod` (it compiles again with the plan)",
-    "FullyShardedDataParallel": "a rank holds only its part of the step",
-    "FSDPModule": "a rank holds only its part of the step",
+    "DistributedDataParallel": ("its forward runs collectives too", "module"),
+    "OptimizedModule": ("compiled code is not run op by op", "_orig_mod"),
+    "FullyShardedDataParallel": ("a rank holds only its part of the step", ""),
+    "FSDPModule": ("a rank holds only its part of the step", ""),
 }
+
+
+def _unwrapped(path: str, attribute: str) -> str:
+    """Returns the code that is the bare model, or that puts a bare part in the place of the wrapped one at `path`."""
+    if not path:
+        return f"pass `model.{attribute}`"
+    return f"call `model.set_submodule({path!r}, model.get_submodule({path!r}).{attribute})`"
 
 
 def refuse_distributed(model: nn.Module) -> None:
@@ -87,20 +95,21 @@ def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None
     for path, module in model.named_modules():
         names = [base.__name__ for base in type(module).__mro__]
         kind = next((name for name in _WRAPPERS if name in names), "")
-        what = _WRAPPERS.get(kind, "")
+        what, attribute = _WRAPPERS.get(kind, ("", ""))
         if not kind and getattr(module, "_compiled_call_impl", None) is not None and not compiled_in_place:
             kind, what = "compiled in place", "compiled code is not run op by op; fit(..., compiled=True) plans that"
         if kind == "OptimizedModule" and compiled_in_place:
             raise ConflictError(
                 f"`{path or type(model).__name__}` is OptimizedModule, what torch.compile returns: it goes on with "
-                "what it compiled before. Pass `model._orig_mod` with compiled=True, which compiles it in place, and "
-                "train that one. (recoup.runtime.conflicts)"
+                f"what it compiled before. Use compiled=True, which compiles the whole model in place, and train that "
+                f"one: first {_unwrapped(path, attribute)}. (recoup.runtime.conflicts)"
             )
         if kind:
+            advice = f": {_unwrapped(path, attribute)}" if attribute else ""
             raise ConflictError(
-                f"`{path or type(model).__name__}` is {kind}: {what}. Plan and apply on the bare model, then wrap or "
-                "compile it. A plan that exists already goes on with recoup.integrations.distributed.apply(model, "
-                "plan). (recoup.runtime.conflicts)"
+                f"`{path or type(model).__name__}` is {kind}: {what}. Plan and apply on the bare model{advice}; "
+                "then wrap or compile the whole model. A plan that exists already goes on with "
+                "recoup.integrations.distributed.apply(model, plan). (recoup.runtime.conflicts)"
             )
 
 

@@ -50,7 +50,7 @@ class Offloader(Moves):
         self._on_device: deque[MovedStorage] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: returns a handle on the moved tensor, or on the tensor itself if it stays."""
+        """Saved-tensor hook: returns a handle on the moved tensor, or the tensor and its version if it stays."""
         own_bytes = tensor.numel() * tensor.dtype.itemsize
         if tensor.layout is not torch.strided or own_bytes < self._min_bytes:
             return kept_simply(tensor)

@@ -181,11 +181,11 @@ class Frame:
 
     def settle(self) -> None:
         """Called when the call has returned."""
-        later = [at for at in self.marks or () if at >= self.ordinal]
+        later = [at for at in self.marks or () if at >= self.ordinal > 0]  # a dropout that is off runs nothing
         unmet = self.missed if self.missed is not None or not later else (self.marks or {})[min(later)]
         if unmet is not None:
             self._lose(unmet)
-        if self._all_marks is not None and self._names is not None:
+        if self._all_marks is not None and self._names:
             is_shorter = self._known is not None and self.ordinal < len(self._known)
             self._all_marks.learn(self._names, is_other=unmet is not None or self._is_other or is_shorter)
 
