@@ -73,7 +73,9 @@ def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) 
     assert watching.meter.peak_bytes is not None
     assert watching.meter.peak_bytes + _BATCH_BYTES <= budget
     if "gradient_accumulation_steps" not in options:  # a few scalars: the Trainer holds losses
-        assert abs(watching.meter.peak_bytes + _BATCH_BYTES - fit.plan.predicted.peak_bytes) <= 16
+        # A step that follows a program lets go of some tensors before the record of it does, which is what is planned.
+        excess = watching.meter.peak_bytes + _BATCH_BYTES - fit.plan.predicted.peak_bytes
+        assert -0.005 * fit.plan.predicted.peak_bytes <= excess <= 16
     assert "budget" in watching.report()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -91,7 +93,7 @@ def test_the_planned_step_is_the_trainers(tmp_path: Path, budget: int) -> None:
     watching = integration.RecoupCallback(fit.plan)
     _train(model, args, watching)
     assert watching.meter.peak_bytes is not None
-    assert fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
+    assert 0.98 * fit.plan.predicted.peak_bytes <= fit.evidence.peak_bytes <= fit.plan.predicted.peak_bytes
     held_bytes = watching.meter.peak_bytes + _BATCH_BYTES - fit.evidence.peak_bytes
     # Where some plans have their peak, the Trainer holds a loss. Where that is the copy of the logits in float32, which
     # it makes after the plan's forward, a hidden state that was held for nothing any more is gone.

@@ -567,7 +567,8 @@ def test_as_much_is_rebuilt_as_if_no_program_had_begun(
             loss = model(x)
             loss.backward()
             found.append((applied.log.num_rederived - before, [p.grad for p in model.parameters()]))
-    assert found[0][0] - 1 <= found[1][0] <= found[0][0]  # what the first other call saves may be kept
+    # What the first other call saves may be kept; where its ops are known to be others, marks come later.
+    assert abs(found[1][0] - found[0][0]) <= 1
     assert found[1][0] > 0
     assert all(map(equal_values, found[0][1], found[1][1]))
 
