@@ -45,11 +45,11 @@ class Numbers:
         self._calls = before, call
         self._is_the_op = is_the_op(call.func, form)
 
-    def merged(self, one: Any, other: Any) -> Any:
+    def merged(self, one: Any, other: Any, index: int = -1) -> Any:
         """Returns what two arguments have in common, an `_At` in the place of each that varies.
 
         Args:
-            one: of earlier steps, a `Number` where it varied in these.
+            one: of earlier steps, a `Number` where it varied in these. index: in its list, -1 where it is in none.
 
         Raises:
             Differ: they are others, and not those of the call.
@@ -68,16 +68,20 @@ class Numbers:
         if isinstance(one, (list, tuple)):
             if len(one) != len(other):
                 raise Differ
-            return type(other)([self.merged(a, b) for a, b in zip(one, other, strict=True)])
+            pairs = enumerate(zip(one, other, strict=True))
+            return type(other)([self.merged(a, b, i) for i, (a, b) in pairs])
         if one is other or (TENSOR not in (one, other) and repr(one) == repr(other)):
             return other
         if TENSOR in (one, other) or not self._is_the_op:
             raise Differ
-        for place, (mine, theirs) in _numbers(*self._calls):
-            if type(mine) is type(one) and (repr(mine), repr(theirs)) == (repr(one), repr(other)):
-                self.places.add(place)
-                return _At(place)
-        raise Differ
+        known = type(one), repr(one), repr(other)
+        places = [at for at, (a, b) in _numbers(*self._calls) if (type(a), repr(a), repr(b)) == known]
+        if len(places) > 1:  # the same pad on both sides: in another step they may be two
+            places = [at for at in places if len(at) > 1 and at[-1] == index]
+        if len(places) != 1:
+            raise Differ
+        self.places.add(places[0])
+        return _At(places[0])
 
 
 def with_numbers(item: Any, numbers: Mapping[_Place, Number]) -> Any:
