@@ -118,9 +118,13 @@ def _fused_before_gradients(net: Net, i: int, x: Tensor) -> Tensor:
     return net.linears[i](torch.exp(y))
 
 
+def _gumbel(net: Net, i: int, x: Tensor) -> Tensor:
+    return torch.sin(F.gumbel_softmax(torch.sin(net.linears[i](x)), tau=0.5, hard=net.is_other) * 2)
+
+
 BEFORE_GRADIENTS = [_before_gradients, _alpha_dropout_before_gradients, _fused_before_gradients]
 FOLLOWED = [*BEFORE_GRADIENTS, _dropout, _fused_dropout, _by_channel, _attention, _batch_norm, _batch_norm_in_place]
-FOLLOWED += [_pooled]
+FOLLOWED += [_pooled, _gumbel]
 OTHERS = [_dropout_in_place, _mask_of_ones_own, _written_later, _accumulated]
 PLANS: list[Decision] = [Rederive(path=""), Rebuild(path="")]
 

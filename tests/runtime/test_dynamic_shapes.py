@@ -100,6 +100,10 @@ def _drawn_before_gradients(model: _Model, x: Tensor) -> Tensor:
     return _act(model.second(_act(model.first(F.dropout(_act(x.detach()), 0.2)))) + x)
 
 
+def _gumbel(model: _Model, x: Tensor) -> Tensor:
+    return _act(F.gumbel_softmax(_act(model.first(x)), tau=0.5) * 2)
+
+
 def _divided_by_its_length(model: _Model, x: Tensor) -> Tensor:
     return _act(_act(model.first(x)) / x.shape[1] * _act(x))
 
@@ -134,7 +138,7 @@ def _autocast(model: _Model, x: Tensor) -> Tensor:
 
 
 FOLLOWED = [_layers, _masked, _attention, _fused_attention, _convolutions, _experts, _rolled, _autocast]
-FOLLOWED += [_drawn_before_gradients, _divided_by_its_length, _padded, _padded_on_both_sides, _mixed]
+FOLLOWED += [_drawn_before_gradients, _gumbel, _divided_by_its_length, _padded, _padded_on_both_sides, _mixed]
 
 
 def _cut_off(model: _Model, x: Tensor) -> Tensor:

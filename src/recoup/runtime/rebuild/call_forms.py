@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.call_log import CallLog
+from recoup.runtime.rebuild.call_log import CallLog, is_mask
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.shortcuts import shown_mask
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value, geometry_of
@@ -294,7 +294,9 @@ def _knows(
         mask = None if value is None else shown_mask(value, geometry) or value
         if value is not None and id(value) in cast:
             form.casts += (position,)
-        if any(mask is each for each in drawn):
+        if mask is not None and any(mask is each for each in drawn):
+            if not is_mask(mask):
+                return False  # it is kept as it is, where it is saved
             form.shows.setdefault(position, numbers[id(mask)])
     shown = set(form.shows.values())
     hidden = {id(value) for value in drawn if numbers[id(value)] not in shown}

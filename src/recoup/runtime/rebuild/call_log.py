@@ -22,7 +22,7 @@ class CallLog:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
-        drawn: random masks that a kernel returned. left: statistics that one leaves for its backward.
+        drawn: random masks that a kernel returned, and other random numbers. left: statistics left for its backward.
         leaves: what ops read and none was seen to make. hidden: random masks that nothing that is saved tells, by their
             place among the leaves that are the call's own; filled with its form.
         writes: of each write to a storage: its address, the values before and after it.
@@ -57,7 +57,7 @@ class CallLog:
         self.saved.append((value, geometry))
         if recorder.learning is not None and value is not None:
             mask = shown_mask(value, geometry) or value
-            if mask.random_mask or any(mask is drawn for drawn in self.drawn):
+            if mask.random_mask or (is_mask(mask) and any(mask is drawn for drawn in self.drawn)):
                 recorder.learning.shows(mask)
 
     def begin(self, recorder: Any) -> None:
@@ -125,5 +125,13 @@ class CallLog:
             else:
                 form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)])
             self.add_op(form, new.made, [new])
+        elif facts.draws and new.base is not None:
+            if not new.random_mask:
+                self.drawn.append(new)
         elif not (new.random_mask or facts.is_batch_norm):
             self.ops = None
+
+
+def is_mask(drawn: Value) -> bool:
+    """Whether these random numbers are zeros and ones."""
+    return drawn.random_mask or (drawn.base is not None and drawn.base[3] is torch.bool)

@@ -147,6 +147,7 @@ class OpFacts:
         changes_size: it changes how its first argument lies.
         has_dynamic_shape: how large its result is may depend on contents.
         gathers: it does only where it is handed a mask.
+        draws: it fills its first argument with random numbers.
         is_dropout: its first result follows from its input and its second, the mask (`dropout.py`).
         is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed.
@@ -161,6 +162,7 @@ class OpFacts:
         "can_rewrite",
         "changes_size",
         "commutes",
+        "draws",
         "function",
         "gathers",
         "has_dynamic_shape",
@@ -196,6 +198,7 @@ class OpFacts:
         self.is_batch_norm = name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
+        self.draws = self.written == (0,) and torch.Tag.nondeterministic_seeded in overload.tags
         self.gathers = name in _GATHERS
         self.changes_size = name in _CHANGES_SIZE
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in overload.tags

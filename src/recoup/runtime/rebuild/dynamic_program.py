@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,17 @@ from recoup.runtime.rebuild.call_code import Nest, Place, follow_code
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.derived import Rebuilding
 from recoup.runtime.rebuild.dynamic_numbers import Differ, Numbers, with_numbers
-from recoup.runtime.rebuild.dynamic_shapes import AnyOf, Lay, Layout, Number, Regrouped, Varied, common, grouping
+from recoup.runtime.rebuild.dynamic_shapes import (
+    AnyOf,
+    Lay,
+    Layout,
+    Number,
+    Regrouped,
+    Varied,
+    common,
+    grouping,
+    turned,
+)
 from recoup.runtime.rebuild.of_any_size import BY_SIZE, is_of_any_size
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.segment_program import SegmentProgram
@@ -253,7 +264,8 @@ class Comparison:
                 follows = follows and not is_open
                 if not is_open and all([geometry == geometries[0] for geometry in geometries]):
                     continue
-                is_start = number in held and number not in other.narrow  # else it is made, or made anew, as it lay
+                # Else it is made, or made anew, as it lay, or was drawn so.
+                is_start = number in held and number not in other.narrow and number not in call.draws.values()
                 is_own = is_inside or call.reads[picks[place]] in self._own
                 are_bases = [g == each.bases.get(number) for g, each in zip(geometries, all_of, strict=True)]
                 lies_so = is_own and not is_start and all(are_bases)
@@ -310,22 +322,23 @@ class Comparison:
         assert call.form is not None
         forms = [each.form for each in calls if each.form is not None]
         over = [pick, *[other for first, other in call.form.aliases if first == pick]]
-        for position in over:  # tensors that lie over the memory that it reads
-            if position < min([len(form.geometries) for form in forms]):
-                handed = [form.geometries[position] for form in forms]
-                groups = grouping([*zip(handed, geometries, strict=True)])
-                if groups is not None:
-                    break
+        shortest = min([len(form.geometries) for form in forms])
+        for position, is_turned in itertools.product([at for at in over if at < shortest], (False, True)):
+            # of tensors that lie over the memory that it reads
+            handed = [form.geometries[position] for form in forms]
+            groups = grouping([*zip(map(turned, handed) if is_turned else handed, geometries, strict=True)])
+            if groups is not None:
+                break
         else:
             raise Differ
-        key = call.index, (-1, position, *groups)
+        key = call.index, (-1, position, int(is_turned), *groups)
         found = self._noted.get(key)
         if found is None:
             kind: Any = handed[0]
             for each in handed[1:]:
                 kind = common(kind, each)
             self.num_varied += 1
-            found = self._noted[key] = Layout(len(self._noted), position, groups, kind)
+            found = self._noted[key] = Layout(len(self._noted), position, groups, kind, is_turned=is_turned)
         assert isinstance(found, Layout)
         return found
 

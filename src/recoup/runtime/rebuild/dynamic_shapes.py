@@ -161,6 +161,14 @@ def grouping(pairs: Sequence[tuple[Geometry, Geometry]]) -> tuple[int, ...] | No
     return None
 
 
+def turned(geometry: Geometry) -> Geometry:
+    """Returns how a tensor lies with its last two dimensions in the other order."""
+    size, stride, offset, dtype = geometry
+    if len(size) < 2:
+        return geometry
+    return torch.Size((*size[:-2], size[-1], size[-2])), (*stride[:-2], stride[-1], stride[-2]), offset, dtype
+
+
 def _groupings(num: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yields the ways to take `num` dimensions for some of these sizes."""
     if not sizes:
@@ -178,13 +186,16 @@ class Layout:
 
     Attributes:
         index: among all that is noted in a step. position: of the tensor among the call's. groups: see `merged`.
-        kind: of the geometry that the tensor has.
+        kind: of the geometry that the tensor has. is_turned: its last two dimensions change places first.
     """
 
-    __slots__ = ("_is_whole", "groups", "index", "kind", "position")
+    __slots__ = ("_is_whole", "groups", "index", "is_turned", "kind", "position")
 
-    def __init__(self, index: int, position: int, groups: tuple[int, ...], kind: Geometry | Varied) -> None:
+    def __init__(
+        self, index: int, position: int, groups: tuple[int, ...], kind: Geometry | Varied, *, is_turned: bool
+    ) -> None:
         self.index = index
+        self.is_turned = is_turned
         self.position = position
         self.groups = groups
         self.kind = kind
@@ -195,6 +206,8 @@ class Layout:
         geometry = geometry_of(tensor)
         if geometry != self.kind:
             return None
+        if self.is_turned:
+            geometry = turned(geometry)
         return geometry if self._is_whole else merged(geometry, self.groups)
 
 

@@ -312,6 +312,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
                 value.random_mask = True
                 value.base = geometry_of(tensor)
+            elif facts.draws and tensor.nbytes == tensor.untyped_storage().nbytes():
+                value.base = geometry_of(tensor)
             self._replace(tensor, value)
         return out
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from recoup.runtime.rebuild.again import AGAIN
 from recoup.runtime.rebuild.cheap_ops import CHEAP_NAMES
 from recoup.runtime.rebuild.derived import BySides, NumberedOp
 from recoup.runtime.rebuild.op_forms import OpForm
@@ -15,8 +16,8 @@ from recoup.runtime.rebuild.rewriting import Rewriting
 _OF_ANY_SIZE = frozenset(
     [
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "grid_sampler_2d", "_safe_softmax"),
-        *("index", "index_put", "copy", "fill", "zero", "linalg_vector_norm", "nll_loss_forward", "sort"),
-        *("im2col", "col2im", "_fft_r2c", "_fft_c2c"),
+        *("index", "index_put", "copy", "fill", "zero", "linalg_vector_norm", "nll_loss_forward", "sort", "max"),
+        *("im2col", "col2im", "_fft_r2c", "_fft_c2c", "scatter"),
     ]
 )
 """Beside cheap ops, and those of a function's name: what functions come to whatever the sizes. `torch.cdist` comes to
@@ -54,6 +55,8 @@ def is_of_any_size(func: Any, form: OpForm | NumberedOp) -> bool:
     """Whether a function comes to an op whatever the sizes of its tensors, or to one that gives the same integers."""
     op = form.op.op
     overload = op.op if isinstance(op, Rewriting | BySides) else op
+    if overload in AGAIN.values():
+        return True
     if not isinstance(overload, torch._ops.OpOverload):
         return False
     name = _name_of(overload)
