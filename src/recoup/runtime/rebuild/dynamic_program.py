@@ -32,9 +32,11 @@ from recoup.runtime.rebuild.dynamic_shapes import (
     Layout,
     Number,
     Regrouped,
+    Reshaped,
     Varied,
     common,
     grouping,
+    reshaping,
     turned,
 )
 from recoup.runtime.rebuild.of_any_size import BY_SIZE, is_of_any_size
@@ -308,12 +310,14 @@ class Comparison:
             return one.lies_as_kept(key)
         return [self._before.kept_geometry(number), self._program.kept_geometry(number)] == [*geometries]
 
-    def _regrouped(self, bases: Sequence[Geometry], geometries: Sequence[Geometry]) -> Regrouped:
+    def _regrouped(self, bases: Sequence[Geometry], geometries: Sequence[Geometry]) -> Regrouped | Reshaped:
         """Returns how an op reads what an op of the same call has made."""
-        groups = grouping([*zip(bases, geometries, strict=True)])
-        if groups is None:
+        pairs = [*zip(bases, geometries, strict=True)]
+        groups = grouping(pairs)
+        found = reshaping(pairs) if groups is None else Regrouped(groups)
+        if found is None:
             raise Differ
-        return Regrouped(groups)
+        return found
 
     def _layout(
         self, call: ProgramCall, pick: int, calls: Sequence[ProgramCall], geometries: Sequence[Geometry]

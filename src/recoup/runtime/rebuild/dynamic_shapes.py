@@ -230,7 +230,42 @@ class Regrouped:
         return made.as_strided(*geometry[:3])
 
 
-Lay = Layout | Regrouped | None
+class Reshaped:
+    """How an op that runs again reads what another op of its call has made, both of them contiguous.
+
+    Attributes:
+        sizes: of the dimensions, None where one varies. dims: of what was made, those that vary, in the same order.
+    """
+
+    __slots__ = ("dims", "sizes")
+
+    def __init__(self, sizes: tuple[int | None, ...], dims: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.dims = dims
+
+    def of(self, made: torch.Tensor) -> torch.Tensor:
+        """Returns it, of the other op's result."""
+        varied = iter(self.dims)
+        return made.view([made.size(next(varied)) if n is None else n for n in self.sizes])
+
+
+def reshaping(pairs: Sequence[tuple[Geometry, Geometry]]) -> Reshaped | None:
+    """Returns how the second geometry of each pair comes of the first, None if that is not known."""
+    if any(_order(one, one[0]) is not None or _order(other, other[0]) is not None for one, other in pairs):
+        return None
+    found = []
+    for geometries in zip(*pairs, strict=True):
+        columns = [*zip(*[size for size, *_ in geometries], strict=False)]
+        if len({len(size) for size, *_ in geometries}) > 1:
+            return None
+        found.append([sizes[0] if len({*sizes}) == 1 else None for sizes in columns])
+    made, read = found
+    dims, places = [[i for i, n in enumerate(sizes) if n is None] for sizes in (made, read)]
+    are_same = all([one[0][i] == other[0][j] for one, other in pairs for i, j in zip(dims, places, strict=False)])
+    return Reshaped(tuple(read), tuple(dims)) if len(dims) == len(places) and are_same else None
+
+
+Lay = Layout | Regrouped | Reshaped | None
 """How an op reads a tensor whose geometry varies; None: as it comes from the op that made it."""
 
 

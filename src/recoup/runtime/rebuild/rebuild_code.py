@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.runtime.rebuild.dynamic_shapes import Lay, Layout, Number, Regrouped, Varied
+from recoup.runtime.rebuild.dynamic_shapes import Lay, Layout, Number, Regrouped, Reshaped, Varied
 from recoup.runtime.rebuild.kept import laid
 from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.op_function import OpFunction
@@ -134,7 +134,7 @@ class RebuildCode:
                 view = views.get((number, geometry))
                 if view is None:
                     view = views[number, geometry] = f"w{i}_{len(tensors)}"
-                    if isinstance(geometry, Regrouped):
+                    if isinstance(geometry, Regrouped | Reshaped):
                         names[f"r{i}_{len(tensors)}"] = geometry.of
                         lines.append(f"{view} = r{i}_{len(tensors)}(v{number})")
                         tensors.append(view)
