@@ -143,7 +143,7 @@ def test_planning_a_compiled_model_is_refused_with_the_right_order() -> None:
         ):
             with pytest.raises(ConflictError, match=match) as caught:
                 run()
-            assert "Plan and apply on the bare model, then wrap or compile it" in str(caught.value)
+            assert "Plan and apply on the bare model" in str(caught.value)
     model.vit.layers[0]._compiled_call_impl = None  # type: ignore[union-attr, index]
     expected = _gradients(model, compiled, batch)
     with distributed.apply(compiled, plan):

@@ -36,7 +36,8 @@ from recoup.runtime.rebuild.rederive_program import Compact, RederiveProgram, Re
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import rederive
-from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
+from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepKey, StepProgram, parts_of
+from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Value, geometry_of
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 
@@ -232,6 +233,13 @@ class RederiveCalls(Calls):
     learns = RederiveLearning
     follows = RederiveRun
     compares = RederiveComparison
+
+    def begin(self, recorder: Any, key: StepKey) -> StepRun | Learning | None:
+        """As that of any plan."""
+        found = super().begin(recorder, key)
+        if isinstance(found, Learning):  # what is kept for nothing where sizes do not vary is over the prediction
+            found.keeps_lists = any(other != key.alike for other in self._learned.get(key.of_any_size, ()))
+        return found
 
 
 class RederiveWatch(CallWatch):
