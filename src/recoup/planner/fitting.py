@@ -166,7 +166,10 @@ class Fitting:
             reason: why, for the notes.
         """
         assert self._planner is not None  # it made the plan
-        smallest = self._planner.smallest().peak_bytes
+        try:
+            smallest = self._planner.smallest().peak_bytes
+        except ReplayError:  # planning for less meets it again, and leaves the region out
+            smallest = 0
         if made.predicted.peak_bytes <= smallest:
             return False
         self._target_bytes = max(target_bytes, smallest) if num_over < MOST_TRIES - 1 else smallest

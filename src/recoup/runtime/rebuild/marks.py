@@ -181,13 +181,13 @@ class Frame:
 
     def settle(self) -> None:
         """Called when the call has returned."""
-        later = [at for at in self.marks or () if at >= self.ordinal > 0]  # a dropout that is off runs nothing
-        unmet = self.missed if self.missed is not None or not later else (self.marks or {})[min(later)]
-        if unmet is not None:
-            self._lose(unmet)
-        if self._all_marks is not None and self._names:
-            is_shorter = self._known is not None and self.ordinal < len(self._known)
-            self._all_marks.learn(self._names, is_other=unmet is not None or self._is_other or is_shorter)
+        marks = self.marks or {}
+        later = [at for at in marks if at >= self.ordinal]
+        if self.missed is not None or (later and self._beside_known):
+            self._lose(self.missed or marks[min(later)])
+        if self._all_marks is not None and self._names:  # a dropout that is off runs nothing
+            is_shorter = bool(later) or (self._known is not None and self.ordinal < len(self._known))
+            self._all_marks.learn(self._names, is_other=self.missed is not None or self._is_other or is_shorter)
 
     def _lose(self, mark: OpMark) -> None:
         self._lost.append(f"`{self.path}` runs no {mark.op} as op {mark.ordinal}")
