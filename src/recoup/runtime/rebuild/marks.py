@@ -12,6 +12,8 @@ from recoup.ir.decision import OpMark
 from recoup.runtime.rebuild.realigned import realigned
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
+_CAST = "aten._to_copy.default"  # autocast makes one of a parameter, or has it from another call
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numbered:
@@ -112,11 +114,12 @@ class Frame:
             return None
         if self._names is not None:
             self._names.append(name)
-        if self._known is not None and (self._beside_known or self._known[at : at + 1] != [name]):
-            return self._beside(name)
-        self.ordinal = at + 1
         if self._known is not None:
+            if self._beside_known or self._known[at : at + 1] != [name]:
+                return self._beside(name)
+            self.ordinal = at + 1
             return marks.get(at)
+        self.ordinal = at + 1
         mark, missed = marks.get(at), self.missed
         if mark is None or mark.op != name:
             if missed is None or missed.op != name:
@@ -143,8 +146,15 @@ class Frame:
                 self.marks, self._known, self.ordinal = other.marks, other.names, len(self._names)
                 self._is_other = False
                 return other.marks.get(self.ordinal - 1)
-        recent = self._beside_known = [*self._beside_known, name][-num_alike:]
         known, at, marks = self._known or [], self.ordinal, self.marks or {}
+        if not self._beside_known:
+            next_at = next((i for i in range(at, len(known)) if known[i] != _CAST), len(known))
+            if known[next_at : next_at + 1] == [name]:
+                self.ordinal = next_at + 1
+                return marks.get(next_at)
+            if name == _CAST:
+                return None
+        recent = self._beside_known = [*self._beside_known, name][-num_alike:]
         end = next(
             (i + num_alike for i in range(at, at + MOST_REMEMBERED_ANSWERS) if known[i : i + num_alike] == recent), 0
         )
