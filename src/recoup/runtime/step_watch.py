@@ -3,8 +3,8 @@
 On a GPU the allocator tracks the peak, and each forward reads that of the last step. On a CPU the peak is estimated:
 the planned peak plus what the step has beyond the planned one: saved bytes, optimizer state, gradients when forward
 begins, outputs that are held during backward, other forwards whose graphs are alive; at least so much, where parameters
-train that were frozen. These are counted in steps 1, 2,
-4, 8 and so on, and in each step that looks larger from outside than those counted; other steps cost a glance.
+train that were frozen. These are counted in steps 1, 2, 4, 8 and so on, and in each step that looks larger from outside
+than those counted; other steps cost a glance.
 
 Steps that recoup runs for evidence, and plain ones while the plan is suspended, are not looked at. Tensors saved by a
 backward that is itself differentiated (`create_graph`) are not counted.
