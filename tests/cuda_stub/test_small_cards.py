@@ -81,6 +81,8 @@ def _card_of(nbytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+# Whether transformers makes a mask depends on positions' values, which are not real here, so not in each step the same.
+@pytest.mark.filterwarnings("ignore:GPT2LMHeadModel took a step that its plan was not made for")
 @pytest.mark.filterwarnings("ignore::recoup.errors.InexactWarning")
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5", "resnet50", "unet", "offload", "tile"])
 def test_fit_on_a_card_that_cannot_hold_the_plain_step(kind: str) -> None:

@@ -164,6 +164,13 @@ def test_waists_of_residual_layers_lie_between_their_halves() -> None:
     assert waists(ops, sizes, [stream]) == [4, 7, 10]
 
 
+def test_waists_are_the_narrowest_of_the_places_there_are() -> None:
+    ops = [Op(inputs=(i,), outputs=(i + 1,), seconds=1.0) for i in range(9)]
+    sizes = [4, 4, 4, 1, 4, 4, 4, 1, 4, 4]
+    assert waists(ops, sizes, [9]) == [3, 5, 7]
+    assert waists(ops, sizes, [9], allowed={2, 4, 5, 8}) == [2, 4, 8]  # of equal ones the first
+
+
 def test_dense_connections_have_no_waist() -> None:
     ops = [Op(inputs=tuple(range(i)), outputs=(i,), seconds=1.0) for i in range(1, 8)]
     assert waists(ops, [1] * 8, [7]) == []

@@ -10,7 +10,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -205,7 +205,8 @@ def held_view(
     ops = [op._replace(seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
     addresses = tuple(_addresses(trace, num_ops))
-    places = [0, *(p for p in waists(ops, crossing_sizes, in_loops=in_loops) if _may_begin(trace, p))]
+    begins = frozenset(p for p in positions if _may_begin(trace, p))
+    places = [0, *waists(_by_storage(ops, versions.values()), crossing_sizes, in_loops=in_loops, allowed=begins)]
     places = _thinned(places, ops, value_bytes)
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     for place in places:  # what begins with an op without a number, begins with the next that has one
@@ -248,6 +249,17 @@ def held_view(
         maker=maker,
         parts=parts,
     )
+
+
+def _by_storage(ops: Sequence[Op], versions: Iterable[Sequence[tuple[int, int]]]) -> list[Op]:
+    """Returns ops that read and make storages, each named by its first value: what writes in place makes none."""
+    first_of = {value: found[0][1] for found in versions for _, value in found}
+    by_storage = []
+    for op in ops:
+        made = tuple(v for v in op.outputs if first_of[v] == v)
+        read = dict.fromkeys(first_of[v] for v in (*op.inputs, *op.outputs))
+        by_storage.append(op._replace(inputs=tuple(v for v in read if v not in made), outputs=made))
+    return by_storage
 
 
 def _may_begin(trace: Trace, place: int) -> bool:

@@ -53,12 +53,19 @@ class AliveInCode:
         """Returns the values that autograd has saved before interval `i` and that code has alive as it begins."""
         return self._at[i]
 
-    def mask(self, values: Iterable[int]) -> int:
-        """Returns the bits of those of the values that have one."""
-        found = 0
+    def mask(self, values: Iterable[int], j: int | None = None) -> int:
+        """Returns the bits of those of the values that have one; with `j`, of those alive as interval `j` begins."""
+        found, begin = 0, -1 if j is None or j == len(self._places) else self._places[j]
         for value in values:
-            found |= self.bits.get(value, 0)
+            bit = self.bits.get(value, 0)
+            if bit and self._released[value] >= begin:
+                found |= bit
         return found
+
+    def shared_at(self, i: int, values: Iterable[int]) -> dict[int, int]:
+        """Returns the bits of those of the values that autograd has saved before interval `i` and code has alive."""
+        there = set(self._at[i])
+        return {v: bit for v in values if v in there and (bit := self.bits[v])}
 
     def made_in(self, i: int, j: int) -> int:
         """Returns the bits of the values that intervals [i, j) make."""

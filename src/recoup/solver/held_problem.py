@@ -54,11 +54,13 @@ class Label:
         held_bytes: theirs, with those of earlier segments that this one needs.
         forward: (bytes, what code has alive of them): forward's peak above what segments before it hold is the largest
             of the bytes, each without the values that those hold, as (bit, bytes); see `AliveInCode`.
-        holds: bits of the values that it holds and that code has alive longer.
+        holds: bits of the values that it holds and that code has alive after it.
         backward_bytes: peak above what segments before it hold.
         seconds: run again.
-        shared_bytes: of earlier segments' values, that the segment before it may hold already: more than `held_bytes`
-            by where that begins, empty for nothing.
+        shares: earlier values that code has alive and that it needs, as (bit, bytes): more than `held_bytes` where no
+            segment before holds them.
+        shared_bytes: of other earlier segments' values, that the segment before it may hold already: more than
+            `held_bytes` by where that begins, empty for nothing.
         after_saved_bytes: the same if that one holds what autograd saves.
         pieces: if it is nested, the first op of each piece and the values held for it once the first rebuild has run.
     """
@@ -69,6 +71,7 @@ class Label:
     backward_bytes: int
     seconds: float
     holds: int = 0
+    shares: tuple[tuple[int, int], ...] = ()
     shared_bytes: tuple[int, ...] = ()
     after_saved_bytes: int = 0
     pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -82,23 +82,28 @@ class LabelMaker:
             saved += problem.saved_bytes[r]
         return most
 
-    def _forward(self, i: int, j: int, charged: list[int]) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    def _forward(
+        self, i: int, j: int, charged: list[int], shared: Collection[int] = ()
+    ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """Returns `Label.forward` of intervals [i, j).
 
         Args:
             charged: values that this segment holds.
+            shared: values that it or one before it holds.
         """
         problem = self.problem
         if not problem.bare_bytes:
             inside = zip(problem.forward_bytes[i:j], problem.saved_bytes[i:j], strict=True)
             return ((sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside)), ()),)
         sizes, released, own, bits = problem.value_bytes, problem.released, set(charged), self.alive.bits
-        earlier = [v for v in self.alive.at(i) if v not in own]
+        earlier = [v for v in self.alive.at(i) if v not in own and v not in shared]
         first, end = problem.places[i], self._ends[j - 1]
         # A held value that nothing else would keep is there from its maker on, beside what plain forward counts.
         there = self._bare[first:end].copy()
         for value in charged:
             there[max(self._maker[value], released[value] + 1, first) - first :] += sizes[value]
+        for value in shared:  # counted with what is held
+            there[: released[value] + 1 - first] -= sizes[value]
         found: dict[tuple[tuple[int, int], ...], int] = {}
         ends = sorted({end, *(released[v] + 1 for v in earlier if first <= released[v] < end - 1)})
         for begin, stop in itertools.pairwise((first, *ends)):
@@ -113,16 +118,19 @@ class LabelMaker:
         backward = self.backward_bytes(i, j)
         labels = []
         if j == i + 1:
-            own = [v for v in self._saved_in(i) if self._first_saved.get(v, -1) == i]
+            saved_here = self._saved_in(i)
+            own = [v for v in saved_here if self._first_saved.get(v, -1) == i]
+            shared = self.alive.shared_at(i, saved_here)
             labels.append(
                 Label(
                     held=None,
                     held_bytes=problem.saved_bytes[i],
-                    forward=self._forward(i, j, own),
-                    holds=self.alive.mask(self._saved_in(i)),
+                    forward=self._forward(i, j, own, shared),
+                    holds=self.alive.mask(saved_here, j),
                     backward_bytes=backward,
                     seconds=0.0,
-                    shared_bytes=self._dropped_bytes(i),
+                    shares=self._sized(shared),
+                    shared_bytes=self._dropped_bytes(i, saved_here - shared.keys()),
                 )
             )
         if last - first > _MOST_OPS:
@@ -159,21 +167,24 @@ class LabelMaker:
         for held, rebuild_bytes in self._hull(segment):
             values, rerun = [names[v] for v in held.values], [first + at for at in held.rerun]
             needed = dict.fromkeys([*outside, *self._read_from_before(rerun, made)])
-            charged = [*values, *(v for v in needed if self._reader_before(v, i) is None)]
+            shared = self.alive.shared_at(i, needed)
+            others = [v for v in needed if v not in shared]
+            charged = [*values, *(v for v in others if self._reader_before(v, i) is None)]
             held_bytes = sum(problem.value_bytes[v] for v in charged)
             labels.append(
                 Label(
                     held=tuple(sorted({*values, *needed})),
                     held_bytes=held_bytes,
-                    forward=self._forward(i, j, charged),
-                    holds=self.alive.mask([*values, *needed]),
+                    forward=self._forward(i, j, charged, shared),
+                    holds=self.alive.mask([*values, *needed], j),
                     backward_bytes=max(
                         backward + self._beside_bytes(charged, i),
                         held_bytes + rebuild_bytes + after,
                     ),
                     seconds=held.seconds,
-                    shared_bytes=self._shared_bytes(needed, i),
-                    after_saved_bytes=self._after_saved_bytes(needed, i)
+                    shares=self._sized(shared),
+                    shared_bytes=self._shared_bytes(others, i),
+                    after_saved_bytes=self._after_saved_bytes(others, i)
                     + sum(problem.value_bytes[v] for v in left if v not in needed),
                 )
             )
@@ -207,8 +218,9 @@ class LabelMaker:
                 continue
             rerun.add(at)
             stack.extend(problem.ops[at].rerun_reads)
-        before = [v for v in held if v not in made]
-        charged = [v for v in held if v in made or self._reader_before(v, i) is None]
+        shared = self.alive.shared_at(i, (v for v in held if v not in made))
+        before = [v for v in held if v not in made and v not in shared]
+        charged = [v for v in held if v in made or (v not in shared and self._reader_before(v, i) is None)]
         there = set(charged)
         backward = sum(sizes[v] for v in charged) + _rebuild_bytes(problem.ops, sizes, sorted(rerun), set(inside))
         backward += problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
@@ -218,10 +230,11 @@ class LabelMaker:
         return Label(
             held=tuple(sorted(held)),
             held_bytes=sum(sizes[v] for v in charged),
-            forward=self._forward(i, j, charged),
-            holds=self.alive.mask(held),
+            forward=self._forward(i, j, charged, shared),
+            holds=self.alive.mask(held, j),
             backward_bytes=backward,
             seconds=sum(problem.ops[at].seconds for at in rerun) + sum(label.seconds for _, label in pieces),
+            shares=self._sized(shared),
             shared_bytes=self._shared_bytes(before, i),
             after_saved_bytes=self._after_saved_bytes(before, i),
             pieces=tuple(
@@ -276,10 +289,13 @@ class LabelMaker:
                 charged += self.problem.value_bytes[value]
         return charged
 
-    def _dropped_bytes(self, i: int) -> tuple[int, ...]:
+    def _sized(self, shared: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        return tuple((bit, self.problem.value_bytes[v]) for v, bit in shared.items())
+
+    def _dropped_bytes(self, i: int, saved: Iterable[int]) -> tuple[int, ...]:
         """Returns the bytes that are saved in interval `i` and before, by where a segment begins that drops them."""
         found = [0] * i
-        for value in self._saved_in(i):
+        for value in saved:
             if 0 <= self._first_saved.get(value, -1) < i:
                 reader = self._reader_before(value, i)
                 left = [] if reader is None or not self._is_left(value, reader) else [reader]

@@ -93,6 +93,7 @@ class _Rows:
     Attributes:
         held, backward, after_saved: bytes, in one column.
         shared: bytes, a column for each place where the segment before may begin.
+        share_bits, shares: of earlier values, in one column, and their bytes, a column for each bit.
         seconds, holds: as those of labels. saves: whether one saves what autograd saves.
         bits, most, alive, starts: what labels say of forward, a row each: bytes, and of each bit those that it takes
             away; where the rows of each label start.
@@ -103,6 +104,8 @@ class _Rows:
     backward: npt.NDArray[np.int64]
     after_saved: npt.NDArray[np.int64]
     shared: npt.NDArray[np.int64]
+    share_bits: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
     holds: npt.NDArray[np.int64]
     saves: list[bool]
@@ -123,10 +126,15 @@ class _Rows:
             for nbytes, values in label.forward:
                 most.append(nbytes)
                 alive.append([(places.setdefault(bit, len(places)), size) for bit, size in values if bit])
-        taken = np.zeros((len(alive), len(places)), dtype=np.int64)
-        for row, sizes in zip(taken, alive, strict=True):
-            for place, size in sizes:
-                row[place] += size
+        bits: dict[int, int] = {}  # the places of those that are shared
+        shares = [[(bits.setdefault(bit, len(bits)), size) for bit, size in label.shares] for label in labels]
+
+        def spread(rows: list[list[tuple[int, int]]], num: int) -> npt.NDArray[np.int64]:
+            found = np.zeros((len(rows), num), dtype=np.int64)
+            for row, sizes in zip(found, rows, strict=True):
+                for place, size in sizes:
+                    row[place] += size
+            return found
 
         def column(rows: list[int]) -> npt.NDArray[np.int64]:
             return np.array(rows, dtype=np.int64)[:, None]
@@ -137,12 +145,14 @@ class _Rows:
             backward=column([label.backward_bytes for label in labels]),
             after_saved=column([label.after_saved_bytes for label in labels]),
             shared=np.array([label.shared_bytes or (0,) * max(i, 1) for label in labels], dtype=np.int64),
+            share_bits=column(list(bits)),
+            shares=spread(shares, len(bits)),
             seconds=np.array([label.seconds for label in labels]),
             holds=np.array([label.holds for label in labels], dtype=np.int64),
             saves=[label.held is None for label in labels],
             bits=column(list(places)),
             most=column(most),
-            alive=taken,
+            alive=spread(alive, len(places)),
             starts=starts,
         )
 
@@ -222,6 +232,8 @@ class SegmentSolver:
                     shared = rows.shared[:, states.place]
                     if after_saved.any():
                         shared = np.where(after_saved, rows.after_saved, shared)
+                    if len(rows.share_bits):
+                        shared = shared + rows.shares @ ((rows.share_bits & states.holds) == 0)
                     held = states.held + rows.held + shared
                     peak = states.held + np.maximum(rows.forward(masks)[:, which], rows.backward) + shared
                     at, fits = np.nonzero((peak <= room) & (held <= room))

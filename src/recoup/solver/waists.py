@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from recoup.solver.held import Op
 
@@ -41,6 +41,7 @@ def waists(
     *,
     reach: int = 1,
     in_loops: bool = False,
+    allowed: Collection[int] | None = None,
 ) -> list[int]:
     """Returns the places to cut, in order, the two ends left out.
 
@@ -50,6 +51,7 @@ def waists(
         results: values read after the last op.
         reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
         in_loops: of the bytes that cross it, those do not count there that crossed the last two waists.
+        allowed: the places there are, None for any.
     """
     crossing = crossing_bytes(ops, value_bytes, results)
     last_read = _last_read(ops, results)
@@ -65,12 +67,13 @@ def waists(
         first = bisect.bisect_left(made, made[place] - far)
         end = bisect.bisect_right(made, made[place] + far)
         # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
-        if made[place] - made[found[-1]] <= far:
+        if made[place] - made[found[-1]] <= far or (allowed is not None and place not in allowed):
             continue
         handed_on, here, narrowest = 0, crossing[place], math.inf
         for other in range(first, end):
             # What is made here and read beyond crosses the next waist too, wherever this one is: a loop's results.
-            narrowest = min(narrowest, crossing[other] - handed_on)
+            if allowed is None or other in allowed:
+                narrowest = min(narrowest, crossing[other] - handed_on)
             if other == place:
                 here = crossing[place] - handed_on
             if other < len(ops):

@@ -297,8 +297,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             learning.begin(func, form, tensors).note_items(args, kwargs, tensors)
         if form.written:
             handed = [tensors[position] for position, _ in form.written]
-            for tensor in handed:
-                recorder.rescue(tensor)
+            with _torch.past_dispatch_modes():  # the copy is no op of the step
+                for tensor in handed:
+                    recorder.rescue(tensor)
             if learning is not None:
                 learning.writes(handed)
         try:

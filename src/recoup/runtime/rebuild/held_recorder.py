@@ -362,7 +362,8 @@ class HeldRecorder(Recorder):
                         kept.version += writes
                         kept.is_source = True  # before what is rebuilt from it is saved, it may be written over
                         if value.is_passing:
-                            kept.part()
+                            with _torch.past_dispatch_modes():  # the copy is no op of the step
+                                kept.part()
                     self._held.append(kept)
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
