@@ -11,7 +11,7 @@ from recoup.thresholds import MOST_TRIES
 from tests.planner.fake import FakeJudge, candidate, regions
 
 ESTIMATES = {1: 100_000, 2: 100_700, 3: 108_000}  # bytes of plans with as many regions, by the solver
-SIMULATED = {1: 99, 2: 97, 3: 96}
+SIMULATED = {1: 99_000, 2: 97_000, 3: 96_000}
 
 
 def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dict[int, int] = SIMULATED) -> list[int]:
@@ -22,10 +22,9 @@ def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dic
         return SimpleNamespace(choice=num, peak_bytes=estimates[num])
 
     judge = FakeJudge()
-    for num, peak_bytes in simulated.items():
-        judge.simulated[regions(num)] = candidate(regions(num), peak_bytes, 10.0)
+    judge.plain = candidate((), 200_000, 10.0)
     solver = SimpleNamespace(leanest=lambda: solution(0), solve=solution)
-    view = SimpleNamespace(solver=solver, decide=regions)
+    view = SimpleNamespace(solver=solver, decide=regions, fixed_bytes=0)
     step = SimpleNamespace(
         views=SimpleNamespace(based=SimpleNamespace(views=[view])),
         allowance=lambda incumbents: Allowance(num_ops=num_ops, began_at=0),
@@ -38,6 +37,7 @@ def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dic
         decisions = next(proposals)
         while True:
             found.append(len(decisions))
+            judge.simulated[decisions] = candidate(decisions, simulated[len(decisions)], 10.0)
             decisions = proposals.send(judge.simulate(decisions))
     except StopIteration:
         return found
@@ -53,7 +53,13 @@ def test_without_effort_only_the_leanest_is() -> None:
 
 def test_a_view_is_left_once_its_peaks_only_rise() -> None:
     estimates = {num: 100_000 + 300 * num for num in range(1, 15)}  # each is the answer to a target of its own
-    rising = dict(zip(estimates, (99, 98, 97, *range(100, 111)), strict=True))
+    rising = dict(zip(estimates, (99_000, 98_000, 97_000, *range(100_000, 111_000, 1000)), strict=True))
     assert proposed(1_000, estimates, rising) == list(range(1, 4 + MOST_TRIES))
-    falling = {num: 99 - num // 3 for num in estimates}
+    falling = {num: 1000 * (99 - num // 3) for num in estimates}
     assert proposed(1_000, estimates, falling) == list(estimates)
+
+
+def test_where_estimates_hold_no_other_plan_is_tried() -> None:
+    assert proposed(1_000, simulated=ESTIMATES) == [1]
+    near = {1: 100_000, 2: 100_150, 3: 100_700}  # the second is so near that it may be the smallest all the same
+    assert proposed(1_000, near, near) == [1, 2]

@@ -38,26 +38,34 @@ class RecomputeStrategy(Strategy):
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
-        """Yields the leanest plan of each view, then what its solver takes for little more: estimates may be off."""
+        """Yields the leanest plan of each view, then what its solver takes for little more: estimates may be off.
+
+        It goes on for as long as the smallest would be one that is off as far as any was so far, and as they differ.
+        """
         allowance = self._step.allowance(incumbents)
-        near: list[tuple[View, int, int]] = []
+        near: list[tuple[View, int]] = []
         tried: set[Decisions] = set()
+        shares = [1.0]  # of its estimate that a plan takes, beside the one that it should
         for view in self._step.views.based.views:
             leanest = view.solver.leanest()
             tried.add(view.decide(leanest.choice))
             candidate = yield view.decide(leanest.choice)
+            shares.append(candidate.peak_bytes / (leanest.peak_bytes + view.fixed_bytes))
             if candidate.peak_bytes <= incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
-                near.append((view, leanest.peak_bytes, candidate.peak_bytes))
-        for view, estimated_bytes, least_bytes in near:
+                near.append((view, leanest.peak_bytes))
+        for view, estimated_bytes in near:
             num_larger = 0
             for step in range(1, round(ESTIMATE_SHARE / NEGLIGIBLE_SHARE) + 1):
-                if num_larger >= MOST_TRIES or allowance.is_spent(incumbents):
+                found = view.solver.solve(int(estimated_bytes * (1 + step * NEGLIGIBLE_SHARE)))
+                least_bytes = incumbents.least().peak_bytes
+                expected_bytes = (found.peak_bytes + view.fixed_bytes) * (2 * min(shares) - max(shares))
+                is_hopeless = expected_bytes > least_bytes * (1 + NEGLIGIBLE_SHARE)
+                if is_hopeless or num_larger >= MOST_TRIES or allowance.is_spent(incumbents):
                     break
-                target_bytes = int(estimated_bytes * (1 + step * NEGLIGIBLE_SHARE))
-                decisions = view.decide(view.solver.solve(target_bytes).choice)
+                decisions = view.decide(found.choice)
                 if decisions in tried:
                     continue
                 tried.add(decisions)
                 candidate = yield decisions
+                shares.append(candidate.peak_bytes / (found.peak_bytes + view.fixed_bytes))
                 num_larger = 0 if candidate.peak_bytes < least_bytes else num_larger + 1
-                least_bytes = min(least_bytes, candidate.peak_bytes)

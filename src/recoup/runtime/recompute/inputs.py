@@ -54,13 +54,19 @@ class _Previous:
         self.index = index
 
 
+def _empty() -> torch.Tensor:
+    """Returns a tensor of no bytes, which is no op of the step: captures would take longer for it than for the call."""
+    with _torch.past_dispatch_modes():
+        return torch.empty((0,))
+
+
 class _SaveInputs(torch.autograd.Function):
     """Saves tensors through autograd, and so through the saved-tensor hooks that are on."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors[1:])  # no `setup_context`: each call would inspect our signature
-        return torch.empty((0,))
+        return _empty()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -116,7 +122,7 @@ class Inputs:
         if _torch.saves_plainly() and not any([t.is_inference() for t in tensors]):
             self._kept = tensors.copy()  # what autograd would do, in a tenth of the time
             return
-        dummy = torch.empty((0,), requires_grad=True)
+        dummy = _empty().requires_grad_()
         with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
             self._saver = _SaveInputs.apply(dummy, *tensors)  # type: ignore[no-untyped-call]
