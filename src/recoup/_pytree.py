@@ -183,6 +183,15 @@ def argument_tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from argument_tensors(argument)
 
 
+def collect_tensors(arguments: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """Appends to `found` what `argument_tensors` yields, in less time."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            collect_tensors(argument, found)
+
+
 def num_rows(batch: Any) -> int:
     """Returns the largest first dimension of the batch's tensors."""
     return max((t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0), default=0)

@@ -17,7 +17,7 @@ import torch
 
 from recoup import _torch
 from recoup._interrupts import let_in
-from recoup._pytree import argument_tensors
+from recoup._pytree import argument_tensors, collect_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
 from recoup.capture.function_calls import FunctionCalls
@@ -25,6 +25,7 @@ from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.last_op import LastOp
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
+from recoup.capture.remade_views import RemadeViews
 from recoup.errors import UsageError
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
@@ -107,6 +108,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
         self._last_op = LastOp()
+        self._remade_views = RemadeViews()
         self._functions = FunctionCalls()
         self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
@@ -241,16 +243,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if _torch.is_higher_order(func):
             out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
             results: list[torch.Tensor] = []
-            _collect(out if isinstance(out, (tuple, list)) else (out,), results)
+            collect_tensors(out if isinstance(out, (tuple, list)) else (out,), results)
             for tensor in filter(_is_plain, results):
                 self._index(tensor, "temporary", len(self.ops) - 1, str(func))
             return out
         if not self.recording:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        _collect(args, tensors)
-        if kwargs:
-            _collect(tuple(kwargs.values()), tensors)
+        collect_tensors((*args, *kwargs.values()) if kwargs else args, tensors)
         try:
             out = self._run(func, args, kwargs, tensors)
         except _UNANSWERED as error:
@@ -286,7 +286,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.marks.append((len(self._storages), self.num_rederived))
         inputs = self._indices(tensors, -1, "made before the step")
         outputs: list[torch.Tensor] = []
-        _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
+        collect_tensors(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
         if any(t.is_nested for t in outputs):
             raise UsageError(
@@ -302,6 +302,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.ops.append(OpRecord(signature, *where, inputs, new, self._functions.begins(self.phase, self.call)))
         if self.phase in ("forward", "loss"):
             self._last_op.note(func, outputs)
+            self._remade_views.note(index, func, outputs)
         facts = op_facts(func)
         if facts.written or facts.written_names:
             self._note_writes(facts, index, args, kwargs)
@@ -368,6 +369,12 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         for tensor in argument_tensors(facts.written_arguments(args, kwargs)):
             if _is_plain(tensor):
                 self.writes.append((index, self._index(tensor, "temporary", -1, "")))
+                self._remade_views.note_write(tensor)
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Notes that the backward of `loss` comes next."""
+        self.phase = "backward"
+        self._remade_views.copy_gradients(loss, self._node_numbers)
 
     def _origin(self, index: int) -> tuple[int, int]:
         """Returns the call the op that runs now belongs to, and the forward op it stems from."""
@@ -386,14 +393,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if position < len(self._node_calls):
                 self._backward_origin = (self._node_calls[position], position)
         return self._backward_origin
-
-
-def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-        elif isinstance(item, (list, tuple)):
-            _collect(item, tensors)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -73,7 +73,7 @@ def run_step(
         if backward:
             for leaf in leaves_of(loss):
                 before.tensors.add("a tensor that the loss reaches", leaf)
-            tracker.phase = "backward"
+            tracker.begin_backward(loss)
             loss.backward()  # type: ignore[no-untyped-call]
         if tracker.unanswered:  # an `except:` of the model's has eaten it: in training it takes another way
             raise Unfollowable(tracker.unanswered)
