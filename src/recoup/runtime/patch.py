@@ -64,8 +64,8 @@ class PatchedForward:
         return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward as planned; without grad mode, runs the previous forward directly."""
-        if torch.is_grad_enabled() and not self.removed:
+        """Runs the module's forward as planned; without grad mode, runs the previous forward, calls numbered or not."""
+        if not self.removed and (torch.is_grad_enabled() or _counts_calls(self.settings)):
             return self.runner(self, args, kwargs)
         module = self._module()  # from here on generation's hot path: `original` without its call
         if type(module) is self.kind:
@@ -128,6 +128,12 @@ class PatchedForward:
 
     def __reduce__(self) -> Any:
         return PatchedForward, (self.module, self.runner, self.settings, self.previous)
+
+
+def _counts_calls(settings: Any) -> bool:
+    """Whether decisions are about single calls or their ops: then those without gradients count too."""
+    state = getattr(settings, "state", None)
+    return state is not None and state.counts_calls
 
 
 def class_forward(module: nn.Module) -> Callable[..., Any]:

@@ -152,6 +152,8 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     settings: Settings = patched.settings
     state = settings.state
     if state.suspended or not torch.is_grad_enabled() or _torch.inside_transform():
+        if state.counts_calls:
+            state.calls[settings.path] = state.calls.get(settings.path, 0) + 1
         return patched.original(*args, **kwargs)
     if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)

@@ -47,6 +47,11 @@ class HeldState:
         self.warned = False
         self._units: dict[type[nn.Module], bool] = {}
 
+    @property
+    def counts_calls(self) -> bool:
+        """Whether a step runs whose calls and ops are numbered."""
+        return not is_dynamo_compiling() and isinstance(current.recorder, HeldRecorder)
+
     def is_unit(self, kind: type[nn.Module]) -> bool:
         """Whether modules of a class are sharded by themselves (`fully_shard` changes a module's class)."""
         found = self._units.get(kind)
