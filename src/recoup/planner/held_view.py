@@ -19,8 +19,9 @@ from recoup.cost.flops import product_flops
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.planner.op_addresses import addresses_of, facts_of, planned_forwards
 from recoup.runtime.rebuild import dropout
-from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, VIEW, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import measure
 from recoup.solver.held import Op
@@ -100,10 +101,12 @@ def held_view(
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops
-    positions = [i for i in range(num_forward) if trace.ops[i].phase == "forward" and trace.ops[i].call >= 0]
-    if not positions or positions != list(range(len(positions))):
+    forwards = planned_forwards(trace)
+    if not forwards:
         return None
-    num_ops = len(positions)
+    of_model = {at for call in forwards for at in range(call.first_op, call.last_op)}
+    num_ops = forwards[-1].last_op
+    positions = range(num_ops)  # with what the step runs besides: noise, a forward without gradients
     overheads = priced.serial_costs.rerun_op_seconds
     value_of: dict[int, int] = {}
     versions: dict[int, list[tuple[int, int]]] = {}
@@ -124,17 +127,18 @@ def held_view(
     products = product_flops(trace.signatures)
     flop_seconds = sum(priced.op_seconds) / max(1, sum(products[op.signature] for op in trace.ops))
     ops = []
+    maker: dict[int, int] = {}
     dear: set[int] = set()  # what `recoup.hold` marks
     for at in positions:
         op = trace.ops[at]
         signature = trace.signatures[op.signature]
-        facts = _facts(signature.name)
+        facts = facts_of(signature.name)
         inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
         fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
         # `unsafe_split` is no view by its schema, and writes nothing.
         writes = facts is None or facts.written or facts.written_names
         written = dict.fromkeys(s for s in op.outputs if s in op.inputs) if writes and not signature.is_view else ()
-        writes_known = bool(written) and all(s in value_of for s in written)
+        writes_known = bool(written) and all(maker.get(value_of.get(s, -1), -1) in of_model for s in written)
         if signature.name == HOLD:
             dear.update(inputs)
         is_mask = facts is not None and facts.is_random_mask
@@ -145,8 +149,10 @@ def held_view(
         again = None if rerun_seconds is None else rerun_seconds.get(op.signature)
         if again is not None:
             draws = tuple(v for v in outputs if value_bytes[v] < max(value_bytes[o] for o in outputs))
+        maker.update(dict.fromkeys(outputs, at))
         can_rerun = (
             facts is not None
+            and at in of_model
             and trace.calls[op.call].path not in kept_paths
             and (facts.can_rerun or bool(draws) or (facts.can_rewrite and writes_known))
         )
@@ -204,11 +210,10 @@ def held_view(
     handles = [sum(num_rebuilt[v] for v in op.outputs if value_bytes[v]) for op in ops]
     ops = [op._replace(seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
-    addresses = tuple(_addresses(trace, num_ops))
-    begins = frozenset(p for p in positions if _may_begin(trace, p))
+    addresses = tuple(addresses_of(trace, forwards))
+    begins = frozenset(p for p in of_model if _may_begin(trace, p))
     places = [0, *waists(_by_storage(ops, versions.values()), crossing_sizes, in_loops=in_loops, allowed=begins)]
     places = _thinned(places, ops, value_bytes)
-    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     for place in places:  # what begins with an op without a number, begins with the next that has one
         begun = next((at for at in range(place, num_ops) if addresses[at] is not None), place)
         early = [v for v in saves[begun] if maker.get(v, -1) < place]
@@ -325,45 +330,6 @@ def _draws_again(trace: Trace, signature: Signature) -> bool:
         return False
     device_type = trace.device if trace.device == "cpu" else "cuda"
     return dropout.scale_of(getattr(torch, first.dtype.removeprefix("torch.")), device_type, rest) is not None
-
-
-def _facts(name: str) -> OpFacts | None:
-    """Returns the facts about an overload by its name, "aten.mm.default"."""
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
-    return op_facts(found) if found is not None else None
-
-
-def _addresses(trace: Trace, num_ops: int) -> list[OpMark | None]:
-    """Returns how ops are addressed; None for those without a number, see `reads_numbers`."""
-    counts: dict[int, int] = {}
-    found: list[OpMark | None] = []
-    for op in trace.ops[:num_ops]:
-        signature = trace.signatures[op.signature]
-        name = signature.name
-        facts = _facts(name)
-        is_view = facts is not None and facts.kind == VIEW
-        if name == DETACH or is_view or not _reads_numbers(signature.args):
-            found.append(None)
-            continue
-        ordinal = counts.get(op.call, 0)
-        counts[op.call] = ordinal + 1
-        call = trace.calls[op.call]
-        found.append(OpMark(path=call.path, call=call.index, ordinal=ordinal, op=name))
-    return found
-
-
-def _reads_numbers(args: Sequence[Any]) -> bool:
-    """Whether an op is handed a tensor of floating-point or complex numbers."""
-    for item in args:
-        if isinstance(item, TensorSpec):
-            dtype = getattr(torch, item.dtype.removeprefix("torch."))
-            if dtype.is_floating_point or dtype.is_complex:
-                return True
-        elif isinstance(item, (list, tuple)) and _reads_numbers(item):
-            return True
-    return False
 
 
 def _thinned(places: list[int], ops: list[Op], value_bytes: list[int]) -> list[int]:
