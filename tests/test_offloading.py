@@ -264,3 +264,21 @@ def test_hosts_bytes_are_asked_for_by_themselves_and_checked() -> None:
             recoup.plan(model, x, budget="60%", device="a100-80gb", **keywords)
     with pytest.raises(InfeasibleBudget, match="on the host"):
         recoup.plan(model, x, budget="1%", host_budget="1MiB", device="a100-80gb")
+
+
+class Residual(nn.Module):
+    """A norm whose output only a call inside of a sibling reads: where it rederives, both do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def test_a_unit_that_begins_inside_of_a_call_that_may_move_its_tensors() -> None:
+    keywords = {"loss": lambda output, _: output.mean(), "device": "cpu-generic"}
+    plan = recoup.plan(Residual(), torch.randn(512, 64), budget="90%", host_budget="1MiB", **keywords)
+    assert plan.predicted.peak_bytes <= plan.budget_bytes and plan.predicted.host_bytes <= 1 << 20

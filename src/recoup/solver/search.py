@@ -160,8 +160,8 @@ class Search:
                 walked = self._walk(stage.call, rest, first, max_points, outermost=outermost)
                 found = {state: [front] for state, front in walked.items()}
                 for state, front in rest.items():
-                    if outermost and stage.call.block.offloads:
-                        found.setdefault(state, []).extend(self._offloads(stage.call, front, state))
+                    if outermost and stage.call.block.offloads and state in found:
+                        found[state] += self._offloads(stage.call, front, state)
                     inner: list[Front] = []
                     jumps: list[Front] = []
                     for inside, behind in zip(insides.get(i, ()), fronts[i + 1 :], strict=False):
