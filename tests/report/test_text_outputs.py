@@ -8,7 +8,7 @@ import json
 import pytest
 
 from recoup.ir.advice import advise
-from recoup.ir.decision import Recompute, Rederive
+from recoup.ir.decision import OpMark, Rebuild, Recompute, Rederive
 from recoup.ir.profile import Profile, ProfileRow, format_profile
 from recoup.report.chrome_trace import make_chrome_trace
 from recoup.report.diff import diff_plans, format_diff
@@ -104,6 +104,25 @@ def test_differences_follow_inheritance_and_spans() -> None:
     assert diff_plans(a, b)["changes"] == {
         "l.0": ["recompute through l.1", "recompute"],
         "l.1": ["recompute with l.0", "recompute"],
+    }
+
+
+def test_differences_of_plans_by_tensor_say_what_is_held_where() -> None:
+    def mark(path: str, ordinal: int, op: str, **what: bool) -> OpMark:
+        return OpMark(path=path, call=0, ordinal=ordinal, op=f"aten.{op}.default", holds=True, **what)
+
+    marks = (mark("emb", 0, "embedding", begins_segment=True), mark("", 0, "add"), mark("l.1", 0, "mm"))
+    a = make_plan(decisions=(Rebuild(path="", marks=marks),))
+    b = make_plan(decisions=(Rebuild(path="", marks=(*marks[:2], mark("", 1, "add", begins_segment=True))),))
+    assert diff_plans(a, b)["changes"] == {
+        "": ["rebuild in 1 segment, holding add", "rebuild in 2 segments, holding add (x2)"],
+        "l.1": ["rebuild, holding mm", "rebuild"],
+    }
+    c = make_plan(decisions=(Recompute(path="l.1"),))
+    assert diff_plans(a, c)["changes"] == {
+        "": ["rebuild in 1 segment, holding add", "save"],
+        "emb": ["rebuild, holding embedding", "save"],
+        "l.1": ["rebuild, holding mm", "recompute"],
     }
 
 

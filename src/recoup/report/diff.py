@@ -53,10 +53,10 @@ def _key(decision: Decision) -> tuple[str, int | None]:
 def action_at(plan: Plan, path: str, call: int | None) -> str:
     """Returns the action of `plan` at a path, in words; inherited where no decision names it."""
     own = [d for d in plan.decisions if d.path == path and d.call in (None, call)]
-    words = [decision.words() for decision in own]
+    words = [decision.words_at(path) for decision in own]
     joined = next((d for d in plan.decisions if path in d.paths[1:]), None)
     if joined is not None:
-        words.append(f"recompute with {joined.path}")
+        words.append(joined.words_at(path))
     if words:
         return ", ".join(words)
     parent = path

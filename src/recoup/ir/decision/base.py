@@ -129,6 +129,10 @@ class Decision(metaclass=_Named):
         """Returns the action in words, without its place: "recompute through layers.3"."""
         return self.verb
 
+    def words_at(self, path: str) -> str:
+        """Returns the action at one of its `paths` in words: "recompute with layers.2"."""
+        return self.words() if path == self.path else f"{self.verb} with {self.path}"
+
     @classmethod
     def kinds(cls, members: Sequence[Self]) -> list[list[Self]]:
         """Returns decisions of this class in groups that do one thing together: what `explain` takes away at a time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -102,16 +103,29 @@ class Rebuild(Decision):
         marks = tuple(dataclasses.replace(m, path=paths[m.path]) for m in self.marks)
         return dataclasses.replace(self, path=paths[self.path], marks=marks)
 
+    def words(self) -> str:
+        """Returns the action in words, without its place."""
+        return f"rebuild in {self._segments()}"
+
+    def _segments(self) -> str:
+        num = self.num_segments
+        return f"{num} segment{'s' * (num != 1)}"
+
+    def words_at(self, path: str) -> str:
+        """Returns what a module's own ops do, in words: "rebuild, holding mm, add (x2)"."""
+        held = Counter(m.op.split(".")[1] for m in self.marks if m.holds and m.path == path)
+        names = [f"{name} (x{num})" if num > 1 else name for name, num in held.items()]
+        how = self.words() if path == self.path else self.verb
+        return how + (f", holding {listed(names)}" if names else "")
+
     @classmethod
     def describe(cls, members: Sequence[Self]) -> list[str]:
         """Returns a line for the segments and one for each kind of module whose ops' results are held."""
         lines = []
         for decision in members:
-            num = decision.num_segments
-            what = f"{num} segment{'s' * (num != 1)}"
             num_pieces = sum(m.begins_piece for m in decision.marks)
-            what += f", some of them in {num_pieces} pieces" if num_pieces else ""
-            lines.append(f"rebuild by running ops again, in {what}")
+            pieces = f", some of them in {num_pieces} pieces" if num_pieces else ""
+            lines.append(f"rebuild by running ops again, in {decision._segments()}{pieces}")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:
                 if mark.holds:
