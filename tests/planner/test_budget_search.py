@@ -91,6 +91,35 @@ def test_tiles_are_asked_last_where_equal_bits_are_preferred() -> None:
     assert found is not None and found.decisions == (*regions(4), TILE)
 
 
+class OnlyIfFaster(Strategy):
+    """Proposes a region for each ten bytes that are lacking, where that is faster than what it is told of."""
+
+    def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+        num = -(-(100 - budget_bytes) // 10)
+        if num <= 4 and FakeJudge().simulate(regions(num)).step_seconds < incumbents.seconds(budget_bytes):
+            yield regions(num)
+
+
+def test_tiles_known_from_an_earlier_search_are_no_rivals_where_equal_bits_are_preferred() -> None:
+    tiles = SaysTiles(lean=[(TILE,), (*regions(4), TILE)])
+    looking = search(FakeJudge(), OnlyIfFaster(), tiles, prefers_equal_bits=True)
+    assert looking.smallest().decisions == (*regions(4), TILE)
+    found = looking.fit(85)
+    assert found is not None and found.decisions == regions(2), "the tile alone is faster, and rounds"
+
+
+def test_tiles_are_asked_for_a_budget_though_a_smaller_plan_with_tiles_is_known() -> None:
+    class Tiles(SaysTiles):
+        def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+            yield (*regions(max(-(-(85 - budget_bytes) // 10), 0))[:4], TILE)
+
+    for prefers in (True, False):
+        looking = search(FakeJudge(), Tiles(lean=[(*regions(4), TILE)]), prefers_equal_bits=prefers)
+        assert looking.smallest().decisions == (*regions(4), TILE)
+        found = looking.fit(65)
+        assert found is not None and found.decisions == (*regions(2), TILE)
+
+
 def test_where_nothing_fits_there_is_no_plan_and_the_smallest_is_known() -> None:
     looking = search(FakeJudge(), Says(proposals=[regions(2)], lean=[regions(4)]))
     assert looking.fit(50) is None

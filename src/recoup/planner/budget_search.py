@@ -35,6 +35,8 @@ class BudgetSearch:
         self._strategies = tuple(strategies)
         self._prefers_equal_bits = prefers_equal_bits
         self._incumbents = Incumbents(judge, host_budget_bytes=host_budget_bytes)
+        # Where equal bits are preferred, what rounds differently gives way to them, however fast: it is no rival.
+        self._rivals = Incumbents(judge, host_budget_bytes=host_budget_bytes, exact=prefers_equal_bits)
         self._floor_bytes = -1  # the smallest peak of which a byte less was asked for
 
     def fit(self, budget_bytes: int) -> Candidate | None:
@@ -83,14 +85,14 @@ class BudgetSearch:
         remaining = progress.Remaining(len(asked))
         for number, strategy in enumerate(asked, start=1):
             with progress.stage("search", number, remaining):
-                self._try(strategy.propose(budget_bytes, self._incumbents))
+                self._try(strategy.propose(budget_bytes, self._rivals))
             if strategy.dominates_step:
                 return
-        if not self._incumbents.fitting(budget_bytes):
+        if not self._rivals.fitting(budget_bytes):
             for strategy in exact:
                 self._try(strategy.shrink(self._incumbents))
             for strategy in (*fallbacks, *(others if self._prefers_equal_bits else ())):
-                if not self._incumbents.fitting(budget_bytes):
+                if not self._rivals.fitting(budget_bytes):
                     self._try(strategy.propose(budget_bytes, self._incumbents))
 
     def _try(self, proposals: Proposals) -> list[Candidate]:

@@ -70,13 +70,17 @@ class Judge(Protocol):
 class Incumbents:
     """The plans known so far that keep to the host's memory.
 
+    Args:
+        exact: leave out those that are not bit-equal to the plain step.
+
     Attributes:
         host_budget_bytes: the most that a plan may hold there at a time; None: whatever it takes.
     """
 
-    def __init__(self, judge: Judge, *, host_budget_bytes: int | None = None) -> None:
+    def __init__(self, judge: Judge, *, host_budget_bytes: int | None = None, exact: bool = False) -> None:
         self._judge = judge
         self.host_budget_bytes = host_budget_bytes
+        self._exact = exact
 
     @property
     def plain(self) -> Candidate:
@@ -91,7 +95,8 @@ class Incumbents:
     @property
     def all(self) -> tuple[Candidate, ...]:
         """All simulated candidates, the plain step last."""
-        return (*(c for c in self._judge.simulated.values() if self.keeps_to_host(c)), self.plain)
+        known = (c for c in self._judge.simulated.values() if self.keeps_to_host(c))
+        return (*(c for c in known if c.is_exact or not self._exact), self.plain)
 
     def keeps_to_host(self, candidate: Candidate) -> bool:
         """Whether a candidate stays within the budget of host memory."""
