@@ -42,6 +42,9 @@ def test_the_budgets_beside_it(curve: recoup.Frontier) -> None:
     assert plain.more is None
     assert plain.less is not None
     assert plain.less.seconds >= 0
+    with_room = curve.explain(100 * high)
+    assert with_room.less is not None
+    assert with_room.less.to_bytes <= high - with_room.step_bytes, "not the same plan again"
 
 
 def test_what_more_bytes_buy_and_what_freeing_some_costs(curve: recoup.Frontier) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import recoup
 from recoup.cli.main import run
+from recoup.ir.decision import Decision, LossInPlace, Rebuild, Recompute, Rederive, TileLoss
+from recoup.selective.advise import advise
 
 SOURCE = """
 import torch
@@ -74,6 +79,31 @@ def test_advice_comes_from_the_numbers(
     assert run(["advise", source, "--budget", budget, "-q", "--device", "cpu-generic"]) == 0
     text = capsys.readouterr().out.strip()
     assert words in text and 2 <= len(text.splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("decisions", "words"),
+    [
+        ((Rederive(path=""),), "rederiving is enough"),
+        ((Recompute(path="0"), Recompute(path="1")), "recompute 2 regions of the Sequential"),
+        ((Rederive(path=""), Recompute(path="0")), "recompute 1 region of the Sequential, and rederive cheap ops"),
+        ((Rebuild(path=""),), "rebuild by running ops again, in 0 segments"),
+        ((TileLoss(path="5"),), "tile 5 and its loss"),
+        (
+            (LossInPlace(path="", rows=8), Rebuild(path="")),
+            "rebuild by running ops again, in 0 segments, and take the loss 8 rows",
+        ),
+    ],
+)
+def test_advice_names_what_the_plan_does(
+    monkeypatch: pytest.MonkeyPatch, decisions: tuple[Decision, ...], words: str
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+    plan = recoup.plan(model, torch.randn(64, 32), budget="100%", device="cpu-generic")
+    monkeypatch.setattr(recoup.Frontier, "plan", lambda *_: dataclasses.replace(plan, decisions=decisions))
+    which = advise(model, torch.randn(64, 32), budget="70%", device="cpu-generic").splitlines()[1]
+    assert which.removeprefix("which").strip().startswith(words)
+    assert ("no matmul" in which) == (words == "rederiving is enough")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ class Explanation:
         step_seconds: predicted seconds of a step.
         plain_step_seconds: the same without a plan.
         prices: one for each kind of choice, the dearest second last.
-        less: cost of `step_bytes` fewer; None if no plan is that small.
+        less: cost of `step_bytes` fewer than the budget, or than the plan needs where it leaves as many; None if no
+            plan is that small.
         more: gain of `step_bytes` more; None if the plain step fits already.
         cost_source: where seconds come from.
     """

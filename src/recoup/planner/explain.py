@@ -38,7 +38,8 @@ def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_b
             )
         )
     prices.sort(key=lambda price: -price.bytes_per_second)
-    less = planner.fit(budget_bytes - step_bytes)
+    has_room = candidate.peak_bytes <= budget_bytes - step_bytes  # the plan would be the same: less than it needs, then
+    less = planner.fit((candidate.peak_bytes if has_room else budget_bytes) - step_bytes)
     more = planner.fit(budget_bytes + step_bytes) if candidate.decisions else None
     return Explanation(
         peak_bytes=candidate.peak_bytes,

@@ -8,7 +8,7 @@ from torch import nn
 
 from recoup.api import Frontier, frontier
 from recoup.errors import InfeasibleBudget
-from recoup.ir.decision import Rederive
+from recoup.ir.decision import Rederive, Save, describe_decisions, kinds
 from recoup.ir.plan import Plan
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.layers import find_layers
@@ -66,11 +66,13 @@ def _lines(*rows: tuple[str, str]) -> str:
 
 def _what(plan: Plan) -> str:
     num_regions = len(plan.regions)
-    rederives = any(d.rederives for d in plan.decisions)
-    if not num_regions:
+    others = [d for d in plan.decisions if not d.is_region and not isinstance(d, Save | Rederive)]
+    rederives = any(isinstance(d, Rederive) or (d.is_region and d.rederives) for d in plan.decisions)
+    if not num_regions and not others:
         return "rederiving is enough: cheap ops' results are rebuilt, no matmul or attention runs twice"
-    also = ", and rederive cheap ops' results" if rederives else ""
-    return f"recompute {num_regions} region{'s' if num_regions > 1 else ''} of the {plan.model_class}{also}"
+    said = [f"recompute {num_regions} region{'s' if num_regions > 1 else ''} of the {plan.model_class}"]
+    said = (said if num_regions else []) + [describe_decisions(kind)[0] for kind in kinds(others)]
+    return ", and ".join([*said, "rederive cheap ops' results"] if rederives else said)
 
 
 def _by_hand(curve: Frontier, plan: Plan) -> str:
