@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,33 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fit-length", target, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["longest_tokens"] % 64 == 0 and found["most_tokens"] >= found["longest_tokens"] > 0
+
+
+_FILE = """
+import torch
+
+def target(batch: int = 2, seq: int = 32):
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64), torch.nn.GELU())
+    ids = torch.randint(0, 64, (batch, seq))
+    loss = lambda logits, labels: torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return dict(model=model, inputs=ids, targets=ids, loss=loss, scaler=torch.amp.GradScaler("cpu"))
+
+def alone(batch: int = 2, seq: int = 32):
+    given = target(batch, seq)
+    return dict(model=given["model"], batch=given["inputs"], loss=lambda o, _: o.mean(), scaler=given["scaler"])
+
+def fixed(batch: int = 2):
+    return target(batch)
+"""
+
+
+@pytest.mark.parametrize("name", ["target", "alone"])
+def test_the_command_takes_what_fit_takes_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "own.py").write_text(_FILE)
+    options = ["--budget", "2MiB", "--device", "cpu-generic", "--multiple-of", "64", "--limit", "256", "--quiet"]
+    assert run(["fit-length", f"{tmp_path / 'own.py'}:{name}", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["longest_tokens"] == 256
+    assert run(["fit-length", f"{tmp_path / 'own.py'}:fixed", *options]) == 2
+    assert "fixed() in " in (said := capsys.readouterr().err) and "no parameter 'seq'" in said

@@ -73,6 +73,7 @@ def max_batch(
     loss: Loss | None = None,
     step: StepFunction | None = None,
     autocast: torch.dtype | None = None,
+    scaler: Any = None,
     accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
@@ -84,7 +85,7 @@ def max_batch(
     """Returns the largest batch size whose simulated step fits the budget under some plan; the next size does not.
 
     Args:
-        model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
+        model, loss, step, autocast, scaler, accumulate, optimizer, device, actions, host_budget, cost: as for
             `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
         budget: absolute bytes or `"auto"`; a percentage has no meaning here.
@@ -104,7 +105,7 @@ def max_batch(
         model,
         make_batch,
         budget=budget,
-        step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
+        step={"loss": loss, "step": step, "autocast": autocast, "scaler": scaler, "accumulate": accumulate},
         planning={
             "optimizer": optimizer,
             "device": device,
@@ -127,6 +128,7 @@ def max_tokens(
     loss: Loss | None = None,
     step: StepFunction | None = None,
     autocast: torch.dtype | None = None,
+    scaler: Any = None,
     accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
@@ -141,7 +143,7 @@ def max_tokens(
     that is over the limit), which does not fit.
 
     Args:
-        model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
+        model, loss, step, autocast, scaler, accumulate, optimizer, device, actions, host_budget, cost: as for
             `plan`.
         make_batch: (examples, tokens) -> a batch of so many examples of so many tokens each: padded ones at their
             longest, or one row of packed examples with their position numbers.
@@ -170,7 +172,7 @@ def max_tokens(
         model,
         make_batch,
         budget=budget,
-        step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
+        step={"loss": loss, "step": step, "autocast": autocast, "scaler": scaler, "accumulate": accumulate},
         planning={
             "optimizer": optimizer,
             "device": device,

@@ -39,9 +39,9 @@ def fit_length(
     with showing_progress(quiet=quiet):
 
         def make_batch(examples: int, tokens: int) -> Any:
-            return dataclasses.replace(request, batch=examples, seq=tokens).resolve(runs=False).batch
+            return dataclasses.replace(request, batch=examples, seq=tokens).resolve(runs=False).unpaired().batch
 
-        found = dataclasses.replace(request, batch=1, seq=multiple_of).resolve(runs=False)
+        found = dataclasses.replace(request, batch=1, seq=multiple_of).resolve(runs=False).unpaired()
         from recoup import api  # with it comes torch
 
         limits = api.max_tokens(

@@ -51,6 +51,18 @@ class Target:
         """Returns what a step computes, and the batch that it computes it of."""
         return make_objective(self.batch, **self.step)
 
+    def unpaired(self) -> Target:
+        """Returns the target with its inputs and targets as one batch, for what makes batches of several sizes."""
+        objective, batch = self.objective()
+        if not objective.is_paired:
+            return self
+
+        def step(model: nn.Module, pair: Any) -> torch.Tensor:
+            return objective.loss_of(objective.forward(model, pair), pair)[0]
+
+        rest = {key: value for key, value in self.step.items() if key not in ("inputs", "targets", "loss", "scaler")}
+        return dataclasses.replace(self, batch=batch, step={**rest, "step": step})
+
 
 def resolve_target(
     text: str,
@@ -98,8 +110,8 @@ def _from_file(parsed: FileTarget, text: str, given: Mapping[str, Any], device: 
         if name not in parameters and not takes_all:
             takes = ", ".join(parameters) or "nothing"
             raise TargetError(
-                f"--{name} was given, but {parsed.function}() in {parsed.path} has no parameter {name!r} (it takes "
-                f"{takes}). Add the parameter, or leave the option out."
+                f"{parsed.function}() in {parsed.path} has no parameter {name!r} (it takes {takes}), so it "
+                f"cannot be chosen. Add the parameter, or leave out --{name} where it was given."
             )
     return _checked(_guarded(parsed, lambda: function(**given)), parsed, text, device)
 
