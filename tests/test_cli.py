@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recoup.cli.main import run
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 
 SOURCE = """
 import torch
@@ -213,3 +214,9 @@ def test_profile_and_frontier(source: str, capsys) -> None:
     assert "alive at the peak" in capsys.readouterr().out
     assert run(["frontier", source, "--quiet"]) == 0
     assert "of plain" in capsys.readouterr().out
+
+
+def test_help_names_every_action(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("-\n", "-").split()).replace("- ", "-")
+    assert [action for action in (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS) if action not in said] == []

@@ -48,7 +48,8 @@ RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")
 Actions = Annotated[
     str | None,
     typer.Option(
-        help="What a plan may use, with commas: rederive, recompute, loss-in-place, tile, offload, tile-modules"
+        help="What a plan may use, with commas: rederive, recompute, loss-in-place, tile, rebuild, offload, "
+        "tile-modules"
     ),
 ]
 HostBudget = Annotated[
