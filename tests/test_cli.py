@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from recoup.cli.main import run
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
@@ -126,6 +127,15 @@ def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], messa
     errors = [line for line in captured.err.splitlines() if line and not line.startswith("hint:")]
     assert len(errors) == 1, captured.err
     assert message in errors[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("target", ["{source}", "hf:gpt2?n_layer=1"])
+def test_steps_on_a_gpu_that_is_not_here_are_refused_in_one_line(target: str, source: str, capsys) -> None:
+    for command in (["fit", "--budget", "60%"], ["validate"], ["bench"]):
+        assert run([command[0], target.format(source=source), *command[1:], "--device", "cuda", "--quiet"]) == 2
+        said = capsys.readouterr().err
+        assert "there is none" in said and len(said.splitlines()) == 1
 
 
 def test_errors_are_json_where_json_was_asked_for_and_targets_do_not_talk_on_stdout(source: str, capsys) -> None:

@@ -19,7 +19,7 @@ from recoup.planner.driver import plan_for_budget
 from recoup.planner.largest import largest_size
 from recoup.planner.request import free_bytes_on, planner_for
 from recoup.runtime.as_found import all_or_nothing
-from recoup.units import check_budget, check_count
+from recoup.units import check_budget, check_count, is_minimum
 
 _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that are tried where none are named
 
@@ -33,9 +33,9 @@ class _Search:
         check_budget(budget)
         if not callable(make_batch):
             raise UsageError(f"make_batch must be a function from a size to a batch; got {type(make_batch).__name__}.")
-        if isinstance(budget, str) and budget.strip().endswith("%"):
+        if is_minimum(budget) or (isinstance(budget, str) and budget.strip().endswith("%")):
             raise UsageError(
-                "The largest size needs a budget in bytes ('8GiB'); a percentage of what changes with the batch."
+                f"The largest size needs a budget in bytes ('8GiB'), or 'auto'; {budget!r} changes with the batch."
             )
         self._model, self._budget, self._step, self._planning = model, budget, step, planning
         self._here = planning["device"] in (None, "cpu") and planning["cost"] is None
@@ -88,11 +88,11 @@ def max_batch(
         model, loss, step, autocast, scaler, accumulate, optimizer, device, actions, host_budget, cost: as for
             `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
-        budget: absolute bytes or `"auto"`; a percentage has no meaning here.
+        budget: absolute bytes or `"auto"`; a percentage and `"min"` have no meaning here.
         limit: the largest size tried.
 
     Raises:
-        UsageError: for a percentage.
+        UsageError: for a budget that is no number of bytes.
         InfeasibleBudget: if even size 1 does not fit.
 
     Example:
@@ -154,7 +154,7 @@ def max_tokens(
         limit: the most tokens tried.
 
     Raises:
-        UsageError: for a percentage, or lengths below 1.
+        UsageError: for a budget that is no number of bytes, or lengths below 1.
         InfeasibleBudget: if one example of `multiple_of` tokens, or of one of the `lengths`, does not fit.
 
     Example:

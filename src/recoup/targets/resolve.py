@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from recoup.capture.step import Loss, Objective, make_objective
-from recoup.errors import RecoupError, TargetError
+from recoup.errors import RecoupError, TargetError, UsageError
 from recoup.targets.parse import FileTarget, parse_target
 
 _STEP_KEYS = ("loss", "step", "inputs", "targets", "autocast", "scaler", "accumulate")
@@ -85,7 +85,13 @@ def resolve_target(
 
     Raises:
         TargetError: if the target cannot be built; says what was found instead.
+        UsageError: if the device is not here.
     """
+    if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"device={device!r} runs steps on the GPU of this machine, and there is none. Leave it out, or use `recoup "
+            "plan` with the name of a device: --device a100-80gb."
+        )
     parsed = parse_target(text)
     sizes = {"batch": batch, "seq": seq, "image": image}
     if isinstance(parsed, FileTarget):
