@@ -573,6 +573,32 @@ def test_as_much_is_rebuilt_as_if_no_program_had_begun(
     assert all(map(equal_values, found[0][1], found[1][1]))
 
 
+EACH_BLOCK = Rebuild(path="", marks=tuple(_mark(i, saves=False) for i in range(NUM_BLOCKS)))
+
+
+@pytest.mark.parametrize("which", ["parameters", "inputs"])
+@pytest.mark.parametrize("decision", [EACH_BLOCK, Rederive(path="")])
+def test_layers_that_were_idle_without_gradients_are_rebuilt_with_them(decision: Decision, which: str) -> None:
+    found = []
+    for num_frozen in (0, 4):
+        torch.manual_seed(2)
+        model, x = _Model(), torch.randn(ROWS, WIDTH)
+        frozen = model.blocks[:4]
+        with apply_decisions(model, [decision]) as applied:
+            frozen.requires_grad_(False)
+            for _ in range(num_frozen):
+                model(x).backward()
+            model.zero_grad()
+            frozen.requires_grad_(which == "parameters")
+            x.requires_grad_(which == "inputs")
+            before = applied.log.num_rederived
+            model(x).backward()
+            grads = [t.grad for t in (x, *model.parameters()) if t.grad is not None]
+            found.append((applied.log.num_rederived - before, grads))
+    assert found[1][0] == found[0][0] > 0 and len(found[0][1]) == len(found[1][1])
+    assert all(map(equal_values, found[0][1], found[1][1]))
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_nobody_is_told_of_modules_at_whose_ends_nothing_goes_on_or_off(
     plan: str, monkeypatch: pytest.MonkeyPatch

@@ -186,8 +186,7 @@ class Learning(StepNotes):
         watched = self._rests.on(self._calls, seen)
         idle = Idle(self._calls, self._passed, watched, seen, end if self._may_rest else 0)
         self._calls = [self._calls[i] for i in idle.stay]
-        here_read = {slot for call in self._calls for slot in call.reads}
-        self._constants = [(parameter, slot) for parameter, slot in self._constants if slot in here_read]
+        # Those that only idle calls read stay, too: whether they take part in gradients decides what is saved there.
         always = {slot for _, slot in self._constants}
         read_anew(self._calls, always)
         read: set[int] = set()

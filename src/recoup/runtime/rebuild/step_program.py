@@ -190,9 +190,11 @@ class StepKey(NamedTuple):
 def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
     """Returns the key of a step of a module with these inputs."""
     items = (*args, *kwargs.values())
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
     shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
     dims = [len(shape) if isinstance(shape, torch.Size) else shape for shape in shapes]
-    rest = module is not None and module.training, tuple(kwargs), _torch.is_autocast()
+    has_grad = tuple([tensor.requires_grad for tensor in tensors])  # more is saved in layers without gradients, then
+    rest = module is not None and module.training, tuple(kwargs), _torch.is_autocast(), has_grad
     return StepKey((rest, tuple(shapes)), (rest, tuple(dims)))
 
 
