@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,3 +182,15 @@ def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
     assert rounding_bound(plain, torch.float32, 2.6e-5, is_random=False) == 2.6e-5
     assert rounding_bound(plain, torch.bfloat16, 0.0) == 4e-2  # what autocast computes in, and no gradient shows
     assert compare(plain, plain).error_bound == 0.0
+
+
+@pytest.mark.parametrize("num_examples", [1, 3])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_running_statistics_that_kernels_update_are_no_difference(
+    kind: Callable[..., nn.Module], num_examples: int
+) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 8, 3), kind(8, affine=True, track_running_stats=True), nn.GELU())
+    model, x = nn.Sequential(block, nn.Conv2d(8, 2, 3)), torch.randn(num_examples, 3, 32, 32)
+    evidence = verify_plan(model, _plan(model, x, Recompute(path="0")), x, timed=False)
+    assert evidence.exact, evidence.differences

@@ -60,8 +60,10 @@ class _Original:
 
     def __init__(self, audit: Audit, tensor: torch.Tensor) -> None:
         self.audit = audit
-        # Normalisation updates its statistics without telling their version, after they were saved.
-        here = tensor.detach().clone() if _address(tensor) in audit.buffers else tensor.detach()
+        # Normalisation updates its statistics, or instance norm a repetition of them, without telling their version,
+        # after they were saved.
+        is_updated = tensor.dim() == 1 or _address(tensor) in audit.buffers
+        here = tensor.detach().clone() if is_updated else tensor.detach()
         self.version = tensor._version
         self.tensor: torch.Tensor | None = here
         self._handle: Any = None
