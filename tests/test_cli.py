@@ -230,3 +230,12 @@ def test_help_names_every_action(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("-\n", "-").split()).replace("- ", "-")
     assert [action for action in (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS) if action not in said] == []
+
+
+@pytest.mark.parametrize(
+    "command", [["explain", "--budget", "60%"], ["advise", "--budget", "60%"], ["report"], ["bench"]]
+)
+def test_commands_for_models_say_which_take_jax_steps(command: list[str], source: str, capsys) -> None:
+    assert run([command[0], f"jax:{source}:target", *command[1:], "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "is a JAX step" in said and "No file" not in said

@@ -7,7 +7,7 @@ from recoup.cli.console import print_data, print_json, showing_progress
 
 
 def explain(
-    target: options.TargetText,
+    target: options.TorchTargetText,
     budget: options.Budget,
     batch: options.Batch = None,
     seq: options.Seq = None,

@@ -12,7 +12,7 @@ from recoup.cli.console import print_data, print_json, showing_progress
 
 
 def fit_length(
-    target: options.TargetText,
+    target: options.TorchTargetText,
     budget: options.Budget,
     multiple_of: Annotated[int, typer.Option(help="Lengths tried are its multiples", min=1)] = 128,
     dtype: options.Dtype = None,

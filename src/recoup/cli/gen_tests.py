@@ -16,7 +16,7 @@ TestFile = Annotated[Path | None, typer.Option("--out", "-o", help="Write it her
 
 
 def gen_tests(
-    target: options.TargetText,
+    target: options.TorchTargetText,
     batch: options.Batch = None,
     seq: options.Seq = None,
     image: options.Image = None,

@@ -34,6 +34,7 @@ _OPTIMIZERS = {
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], hf:MODEL_TYPE?key=value, or jax:FILE.py:FUNCTION")
 ]
+TorchTargetText = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION] or hf:MODEL_TYPE?key=value")]
 Budget = Annotated[
     str, typer.Option(help="Peak bytes of the step: 8GiB, 60% (of the unplanned peak), min (the smallest), or auto")
 ]

@@ -13,7 +13,7 @@ Strategies = Annotated[str, typer.Option(help="With commas: full, every-2, seque
 
 
 def validate(
-    target: options.TargetText,
+    target: options.TorchTargetText,
     batch: options.Batch = None,
     seq: options.Seq = None,
     image: options.Image = None,

@@ -40,6 +40,11 @@ def parse_target(text: str) -> FileTarget | HubTarget:
     """
     if text.startswith("hf:"):
         return _parse_hub(text)
+    if text.startswith("jax:"):
+        raise TargetError(
+            f"The target {text!r} is a JAX step: `recoup plan`, `fit`, `frontier`, `profile` and `verify` take those. "
+            "This command takes PyTorch models: FILE.py:FUNCTION or hf:MODEL_TYPE."
+        )
     path_text, function = text, DEFAULT_FUNCTION
     if not text.endswith(".py") and ":" in text:
         path_text, function = text.rsplit(":", 1)
