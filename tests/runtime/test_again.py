@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.ir.decision import Rebuild
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.again import safe_softmax
+from recoup.runtime.rebuild.cheap_ops import op_facts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -62,3 +66,59 @@ def test_attention_with_a_row_that_is_masked_as_a_whole() -> None:
         for _ in range(7):  # recorded, then by a program
             for found, expected in zip((step(mask), step(empty)), plain, strict=True):
                 assert all(map(torch.equal, found, expected))
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of the fused attention."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **kwargs or {})
+
+
+class Fused(nn.Module):
+    """Attention without dropout, in several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("lengths", [(40, 40, 40, 40), (40, 36, 52, 28, 44, 40)])
+def test_attention_that_drops_nothing_runs_again(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = Fused()
+    planned = copy.deepcopy(plain)
+    with apply_decisions(planned, (Rebuild(path=""),)):
+        for length in lengths:
+            x = torch.randn(2, length, 32)
+            nums = []
+            for model in (plain, planned):
+                model.zero_grad(set_to_none=True)
+                with Counting() as counting:
+                    model(x).square().sum().backward()
+                nums.append(counting.num)
+            gradients = [[p.grad for p in model.parameters()] for model in (plain, planned)]
+            assert all(map(torch.equal, *gradients))
+            assert nums == [len(plain.layers), 2 * len(plain.layers)]
+            planned.zero_grad(set_to_none=True)
+            planned(x).square().sum().backward()  # uncounted, as a program
+            assert all(map(torch.equal, [p.grad for p in planned.parameters()], gradients[0]))
+
+
+def test_attention_runs_again_by_what_it_drops() -> None:
+    flash = op_facts(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    efficient = op_facts(torch.ops.aten._scaled_dot_product_efficient_attention.default)
+    q = torch.empty(0)
+    assert flash.runs_again((q, q, q)) and flash.runs_again((q, q, q, 0.0, True))
+    assert efficient.runs_again((q, q, q, None, True)) and efficient.runs_again((q, q, q, None, True, 0.0))
+    assert not efficient.runs_again((q, q, q, None, True, 0.1))
+    assert not flash.can_rerun and not op_facts(torch.ops.aten.native_dropout.default).runs_again((q, 0.0, True))

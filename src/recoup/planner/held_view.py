@@ -154,7 +154,12 @@ def held_view(
             facts is not None
             and at in of_model
             and trace.calls[op.call].path not in kept_paths
-            and (facts.can_rerun or bool(draws) or (facts.can_rewrite and writes_known))
+            and (
+                facts.can_rerun
+                or facts.runs_again(signature.args)
+                or bool(draws)
+                or (facts.can_rewrite and writes_known)
+            )
         )
         seconds = (
             (priced.op_seconds[at] if again is None else again)

@@ -28,7 +28,7 @@ class PatchedForward:
     """Replacement of a module's forward, run by `runner`.
 
     Attributes:
-        settings: plain data for the runner; copied with the module.
+        settings: plain data for the runner; copied with the module. Its `state` says whether calls are numbered.
         previous: the instance-level `forward` that was in place before (accelerate's hooks set one), or None.
         removed: whether it was unpatched; a wrapper that somebody put around it may still call it.
         prepared: what the runner has worked out for all calls, if anything, without a reference to this patch; a copy
@@ -65,7 +65,7 @@ class PatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward as planned; without grad mode, runs the previous forward, calls numbered or not."""
-        if not self.removed and (torch.is_grad_enabled() or _counts_calls(self.settings)):
+        if not self.removed and (torch.is_grad_enabled() or self.settings.state.counts_calls):
             return self.runner(self, args, kwargs)
         module = self._module()  # from here on generation's hot path: `original` without its call
         if type(module) is self.kind:
@@ -128,12 +128,6 @@ class PatchedForward:
 
     def __reduce__(self) -> Any:
         return PatchedForward, (self.module, self.runner, self.settings, self.previous)
-
-
-def _counts_calls(settings: Any) -> bool:
-    """Whether decisions are about single calls or their ops: then those without gradients count too."""
-    state = getattr(settings, "state", None)
-    return state is not None and state.counts_calls
 
 
 def class_forward(module: nn.Module) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ decides whether one pays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,6 +148,7 @@ class OpFacts:
         changes_size: it changes how its first argument lies.
         has_dynamic_shape: how large its result is may depend on contents.
         gathers: it does only where it is handed a mask.
+        dropout_at: position of the share that it drops, of an op that may run again where that is 0; -1: none.
         draws: it fills its first argument with random numbers.
         is_dropout: its first result follows from its input and its second, the mask (`dropout.py`).
         is_counted: it has a number among the ops of a module's call.
@@ -163,6 +165,7 @@ class OpFacts:
         "changes_size",
         "commutes",
         "draws",
+        "dropout_at",
         "function",
         "gathers",
         "has_dynamic_shape",
@@ -233,8 +236,19 @@ class OpFacts:
             and _can_rerun(name, namespace, overload)
         )
         self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
+        names = [a.name for a in arguments]
+        self.dropout_at = -1
+        if self.kind == OPAQUE and "dropout_p" in names and _can_rerun(name, namespace, overload, draws=True):
+            self.dropout_at = names.index("dropout_p")
 
-    def updates(self, args: tuple[Any, ...]) -> bool:
+    def runs_again(self, args: Sequence[Any]) -> bool:
+        """Whether a call of it may run again: it writes nothing, and an attention drops nothing."""
+        if self.can_rerun:
+            return not self.updates(args)
+        at = self.dropout_at
+        return at >= 0 and (at >= len(args) or args[at] == 0)
+
+    def updates(self, args: Sequence[Any]) -> bool:
         """Whether it is a BatchNorm in training, which writes to its running statistics."""
         return self.is_batch_norm and len(args) > 5 and bool(args[5])
 
@@ -267,11 +281,15 @@ _KEEPS_FOR_BACKWARD = frozenset(["mkldnn_rnn_layer"])  # without gradients on, t
 _GATHERS = frozenset(["index", "_unsafe_index"])  # their result's shape depends on values for masks of booleans only
 
 
-def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
-    """Whether an op that writes nothing and returns no view may run again: no random numbers, no communication."""
+def _can_rerun(name: str, namespace: str, overload: Any, *, draws: bool = False) -> bool:
+    """Whether an op that writes nothing and returns no view may run again: no random numbers, no communication.
+
+    Args:
+        draws: whether it may draw random numbers.
+    """
     if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED) or name in _KEEPS_FOR_BACKWARD:
         return False
-    if any(tag in overload.tags for tag in _NOT_AGAIN):
+    if any(tag in overload.tags for tag in _NOT_AGAIN[draws:]):
         return False
     if torch.Tag.dynamic_output_shape in overload.tags and name not in _GATHERS:
         return False  # a device would be waited for

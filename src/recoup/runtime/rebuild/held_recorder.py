@@ -175,7 +175,7 @@ class HeldRecorder(Recorder):
 
     def _run(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op."""
-        if facts.can_rerun and not facts.updates(args):
+        if facts.runs_again(args):
             made = self._made(facts, args, kwargs)
             out = facts.overload(*args, **kwargs)
             results = self._attach_results(facts, made, out)

@@ -17,7 +17,7 @@ _OF_ANY_SIZE = frozenset(
     [
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "grid_sampler_2d", "_safe_softmax"),
         *("index", "index_put", "copy", "fill", "zero", "linalg_vector_norm", "nll_loss_forward", "sort", "max"),
-        *("im2col", "col2im", "_fft_r2c", "_fft_c2c", "scatter"),
+        *("im2col", "col2im", "_fft_r2c", "_fft_c2c", "scatter", "_scaled_dot_product_flash_attention_for_cpu"),
     ]
 )
 """Beside cheap ops, and those of a function's name: what functions come to whatever the sizes. `torch.cdist` comes to
