@@ -51,6 +51,7 @@ def a_loader(): return given(batch=torch.utils.data.DataLoader(torch.randn(8, 4)
 def lazy(): return given(model=torch.nn.LazyLinear(4))
 def no_batch(): return {"model": torch.nn.Linear(4, 4)}
 def raises(): raise ValueError("no data here")
+ready = torch.nn.Linear(4, 4)
 def ends(): raise SystemExit(0)
 def ends_in_forward(): return given(loss=lambda o, b: exit(3))
 def needs(rows): return given()
@@ -103,6 +104,7 @@ def source(tmp_path: Path) -> str:
         ("{source}", ["{source}", "--budget", "60%"], "unexpected extra argument"),
         ("{source}", ["--budget", "60%", "--out", "."], "directory"),
         ("{source}:targett", ["--budget", "60%"], "Did you mean"),
+        ("{source}:ready", ["--budget", "60%"], "is a Linear, not a function"),
         ("{source}", ["--budget", "60"], "bytes or per cent"),
         ("{source}", ["--budget", "0%"], "positive"),
         ("{source}", ["--budget=-1GiB"], "-1GiB"),

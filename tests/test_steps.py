@@ -155,8 +155,12 @@ def test_the_smallest_budget_has_a_name_and_a_bare_number_is_asked_about(made: A
     with pytest.raises(recoup.InfeasibleBudget, match=r"% of plain\).*at least \d+KiB") as caught:
         _plan(model, x, budget=least.budget_bytes - 1)
     assert caught.value.minimum_bytes == least.budget_bytes
+    with pytest.raises(recoup.InfeasibleBudget, match=r"of plain\) with tile alone.*, more actions,"):
+        _plan(model, x, budget=least.budget_bytes, actions=("tile",))
     with pytest.raises(recoup.UsageError, match="bytes or per cent"):
         _plan(model, x, budget="60")
+    with pytest.raises(recoup.UsageError, match=r"'60': bytes\? Write a unit"):
+        _plan(model, x, budget="60%", actions=("offload",), host_budget="60")
     with pytest.raises(recoup.UsageError, match="no_grad"), torch.no_grad():
         _plan(model, x)
     assert any("eval mode" in note for note in _plan(model.eval(), x).notes)

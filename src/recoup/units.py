@@ -29,11 +29,12 @@ _SUFFIX_BYTES = {
 _BYTES = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
     """Returns the number of bytes `text` names.
 
     Args:
         text: an int (bytes), or a number with a unit: `"8GiB"`, `"750 MiB"`, `"80GB"`. `"8G"` is 8 GiB.
+        takes_share: whether a percentage could stand there as well.
 
     Raises:
         UsageError: if it is not a positive number with a known unit.
@@ -50,7 +51,9 @@ def parse_bytes(text: str | int) -> int:
             )
         value = int(float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()])
         if not match.group(2) and value < MIB:
-            raise UsageError(f"{text!r}: bytes or per cent? Write '{text.strip()}%', or a unit: '{text.strip()}GiB'.")
+            share = f"'{text.strip()}%', or " if takes_share else ""
+            asked = "bytes or per cent" if takes_share else "bytes"
+            raise UsageError(f"{text!r}: {asked}? Write {share}a unit: '{text.strip()}GiB'.")
     if value <= 0:
         raise UsageError(f"A number of bytes must be positive; got {text!r}.")
     return value
@@ -96,7 +99,7 @@ def parse_budget(
         return minimum_bytes
     if isinstance(budget, str) and budget.strip().endswith("%"):
         return library_bytes + int((plain_peak_bytes - library_bytes) * parse_percent(budget) / 100)
-    return parse_bytes(budget)
+    return parse_bytes(budget, takes_share=True)
 
 
 def parse_percent(text: str) -> float:
@@ -120,7 +123,7 @@ def check_budget(budget: str | int) -> None:
         if text.endswith("%"):
             parse_percent(text)
             return
-    parse_bytes(budget)
+    parse_bytes(budget, takes_share=True)
 
 
 def check_count(name: str, value: object) -> None:

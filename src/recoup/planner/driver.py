@@ -181,12 +181,14 @@ class Planner(Simulator):
         share = format_share(smallest.peak_bytes, self.plain.peak_bytes)
         host = self.host_budget_bytes
         within = f" with at most {format_bytes(host)} on the host" if host is not None else ""
+        others = "" if self.prefers_equal_bits else ", more actions"
+        within += "" if self.prefers_equal_bits else f" with {', '.join(self.actions) or 'no actions'} alone"
         libraries = f" Libraries (cuBLAS) take {format_bytes(self.fixed_bytes)} of it." if self.fixed_bytes else ""
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
             f"{format_bytes(smallest.peak_bytes)} ({share} of plain){within}, which is in the {smallest.phase} "
             f"(largest there: {largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} "
-            "(or 'min'), a smaller batch, or a leaner optimizer or dtype.",
+            f"(or 'min'){others}, a smaller batch, or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,

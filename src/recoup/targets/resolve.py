@@ -108,6 +108,11 @@ def resolve_target(
 def _from_file(parsed: FileTarget, text: str, given: Mapping[str, Any], device: str) -> Target:
     module = _guarded(parsed, lambda: _load(parsed.path))
     function = getattr(module, parsed.function, None)
+    if isinstance(function, nn.Module):
+        raise TargetError(
+            f"{parsed.function} in {parsed.path} is a {type(function).__name__}, not a function that makes one. Write a "
+            "function that returns a dict with 'model' and 'batch', and name that."
+        )
     if not callable(function):
         raise TargetError(_no_function(module, parsed))
     parameters = inspect.signature(function).parameters
