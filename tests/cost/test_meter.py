@@ -70,8 +70,12 @@ def test_ops_find_nothing_of_their_arguments_in_the_cache() -> None:
     x = torch.ones(4, 1 << 16)
     y = torch.empty_like(x)
     timings = [Timing(lambda source=source, to=to: to.copy_(source)) for source, to in zip(x, y, strict=True)]
-    for timed in time_calls(timings, Arena(CPU), limit_seconds=0.05):
-        assert timed is not None and timed.seconds > 1.5 * timed.warm_seconds
+    ratios = [0.0] * len(timings)
+    for _ in range(5):  # whoever else uses the last cache leaves nothing warm for a while
+        for i, timed in enumerate(time_calls(timings, Arena(CPU), limit_seconds=0.05)):
+            assert timed is not None
+            ratios[i] = max(ratios[i], timed.seconds / timed.warm_seconds)
+    assert min(ratios) > 1.5, ratios
 
 
 def test_what_fails_the_second_time_has_no_time_and_spoils_no_other() -> None:
