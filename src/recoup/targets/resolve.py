@@ -110,8 +110,8 @@ def _from_file(parsed: FileTarget, text: str, given: Mapping[str, Any], device: 
     function = getattr(module, parsed.function, None)
     if isinstance(function, nn.Module):
         raise TargetError(
-            f"{parsed.function} in {parsed.path} is a {type(function).__name__}, not a function that makes one. Write a "
-            "function that returns a dict with 'model' and 'batch', and name that."
+            f"{parsed.function} in {parsed.path} is a {type(function).__name__}, not a function that makes one. Write "
+            "a function that returns a dict with 'model' and 'batch', and name that."
         )
     if not callable(function):
         raise TargetError(_no_function(module, parsed))
