@@ -201,7 +201,7 @@ class OpFacts:
         self.is_batch_norm = name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
-        self.draws = self.written == (0,) and torch.Tag.nondeterministic_seeded in overload.tags
+        self.draws = self.written == (0,) and _DRAWS in overload.tags
         self.gathers = name in _GATHERS
         self.changes_size = name in _CHANGES_SIZE
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in overload.tags
@@ -276,7 +276,7 @@ _CHANGES_SIZE = frozenset(
 )
 _EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
 _UNINITIALISED = ("empty", "new_empty")
-_NOT_AGAIN = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+_DRAWS = torch.Tag.nondeterministic_seeded
 _KEEPS_FOR_BACKWARD = frozenset(["mkldnn_rnn_layer"])  # without gradients on, they return no workspace
 _GATHERS = frozenset(["index", "_unsafe_index"])  # their result's shape depends on values for masks of booleans only
 
@@ -289,7 +289,7 @@ def _can_rerun(name: str, namespace: str, overload: Any, *, draws: bool = False)
     """
     if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED) or name in _KEEPS_FOR_BACKWARD:
         return False
-    if any(tag in overload.tags for tag in _NOT_AGAIN[draws:]):
+    if torch.Tag.data_dependent_output in overload.tags or (_DRAWS in overload.tags and not draws):
         return False
     if torch.Tag.dynamic_output_shape in overload.tags and name not in _GATHERS:
         return False  # a device would be waited for
