@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
-from recoup.ir.decision import Rebuild
+from recoup.ir.decision import LossInPlace, Rebuild
 from recoup.ir.trace import Trace
 from recoup.planner.request import planner_for
 from recoup.planner.strategies.rebuild import RebuildStrategy
@@ -135,3 +135,30 @@ def test_a_plan_by_tensor_holds_nothing_that_no_program_sees(name: str, monkeypa
             num_plans += applied.log.num_rederived > 0
             assert not recorded, f"at {percent} % a step was recorded, not followed"
     assert num_plans > 3
+
+
+class OwnLoss(nn.Module):
+    """Tensors' methods and operators, and a cross entropy of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 64), nn.Linear(64, 512)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden = hidden * torch.sigmoid(1.5 * hidden) + hidden.pow(2).rsqrt().mul(0.5)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+def test_calls_are_the_same_where_a_mode_waits_for_the_loss() -> None:
+    """A mode makes every call from one place of its own code."""
+    model, batch = OwnLoss(), (torch.randn(256, 16), torch.randint(0, 512, (256,)))
+    spec = StepSpec(model=model, batch=batch, objective=Objective(loss=lambda output, _: output))
+    plain = calls_of(capture(spec))
+    with apply_decisions(model, (LossInPlace(path="", rows=32),)):
+        waiting = calls_of(capture(spec))
+    with torch.device("cpu"):  # a mode of torch's
+        under_device = calls_of(capture(spec))
+    *before, loss = plain
+    assert len(before) == 9 and loss == ["_log_softmax", "nll_loss_forward"]
+    assert waiting[: len(before)] == before and under_device == plain

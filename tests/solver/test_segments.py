@@ -55,3 +55,23 @@ def test_what_a_segment_leaves_to_the_one_before_is_charged_to_the_next_that_nee
     again = next(label for label in LabelMaker(problem).labels(2, 3) if label.seconds == 1.0)
     assert again.held == (0, 1)
     assert again.shared_bytes == (100, 100)  # whether the segment before begins with the ReLU or with the product
+
+
+def test_the_leanest_of_few_bytes_is_found() -> None:
+    """Between 52 bytes, which do not do, and 53 there is nothing to try."""
+    problem = HeldProblem(
+        ops=(
+            Op(inputs=(), outputs=(0,), seconds=1.0),
+            Op(inputs=(0,), outputs=(1,), seconds=1.0),
+        ),
+        value_bytes=(20, 30),
+        saves=((), (0, 1)),
+        places=(0, 1),
+        saved_bytes=(0, 50),
+        forward_bytes=(20, 50),
+        backward_bytes=(53, 53),
+        gradient_bytes=(0, 0),
+        fixed_bytes=0,
+    )
+    leanest = SegmentSolver(problem).leanest()
+    assert leanest is not None and leanest.peak_bytes == 53

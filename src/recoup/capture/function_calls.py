@@ -41,8 +41,13 @@ class FunctionCalls:
         if phase == "backward":
             return True
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename in _INSIDE:
+        while frame is not None and _is_inside(frame.f_code):
             frame = frame.f_back
         here = call, None if frame is None else (frame.f_code, frame.f_lasti)
         before, self._last = self._last, here
         return here != before
+
+
+def _is_inside(code: CodeType) -> bool:
+    """Whether code makes no calls of its own: it hands on what it was called for, as a torch-function mode does."""
+    return code.co_filename in _INSIDE or code.co_name == "__torch_function__"

@@ -91,6 +91,7 @@ def held_view(
     kept_paths: frozenset[str] = frozenset(),
     rerun_seconds: Mapping[int, float] | None = None,
     in_loops: bool = False,
+    flop_seconds: float | None = None,
 ) -> HeldView | None:
     """Returns the plain step as a problem of held values, None if the model runs no ops.
 
@@ -98,6 +99,7 @@ def held_view(
         kept_paths: modules whose ops are not to run again.
         rerun_seconds: by signature, of ops that run again as another one, which reads all but their largest result.
         in_loops: segments may end at each step of a loop that collects results (`waists.py`).
+        flop_seconds: see `HeldView`; None: those of this step.
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops
@@ -125,7 +127,7 @@ def held_view(
         return value_of[storage]
 
     products = product_flops(trace.signatures)
-    flop_seconds = sum(priced.op_seconds) / max(1, sum(products[op.signature] for op in trace.ops))
+    flop_seconds = flop_seconds_of(priced) if flop_seconds is None else flop_seconds
     ops = []
     maker: dict[int, int] = {}
     dear: set[int] = set()  # what `recoup.hold` marks
@@ -259,6 +261,12 @@ def held_view(
         maker=maker,
         parts=parts,
     )
+
+
+def flop_seconds_of(priced: PricedTrace) -> float:
+    """Returns a step's seconds over its FLOPs of products."""
+    products = product_flops(priced.trace.signatures)
+    return sum(priced.op_seconds) / max(1, sum(products[op.signature] for op in priced.trace.ops))
 
 
 def _by_storage(ops: Sequence[Op], versions: Iterable[Sequence[tuple[int, int]]]) -> list[Op]:

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from recoup.solver.min_cut import FlowNetwork
 
+_SOURCE, _SINK, _FIRST_NODE = range(3)
+
 
 class Op(NamedTuple):
     """One op of a segment.
@@ -76,27 +78,86 @@ class Held:
 
 
 class Cuts:
-    """The minimum cuts of one segment: its graph is built once, a price only changes what holding a value costs."""
+    """The minimum cuts of one segment: its graph is built once, a price only changes what holding a value costs.
+
+    A node stands for ops that run again together, or for a value that several of them read. Nothing else of the graph
+    above can make a difference, and most of it is that.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        num_values, num_ops = len(segment.value_bytes), len(segment.ops)
-        self._source, self._sink = num_values + num_ops, num_values + num_ops + 1
         self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
         self._drawn = {v for op in segment.ops for v in op.draws}
-        self._network = FlowNetwork(num_values + num_ops + 2)
+        self._readers = self._readers_of()
+        self._node_of = self._grouped()
+        seconds: dict[int, float] = {}
+        for i, node in self._node_of.items():
+            seconds[node] = seconds.get(node, 0.0) + segment.ops[i].seconds
+        several = [v for v, readers in self._readers.items() if len(readers) > 1 and v not in segment.reads]
+        self._network = network = FlowNetwork(_FIRST_NODE + len(seconds) + len(several))
+        node_of_value = {v: at for at, v in enumerate(several, start=_FIRST_NODE + len(seconds))}
         self._priced: list[tuple[int, int]] = []  # edges that a price is for, and its bytes
-        for edge, (value, made_by) in enumerate(self._maker.items()):
-            if value not in segment.unseen:
-                self._priced.append((edge, segment.value_bytes[value]))
-            self._network.add_edge(value, self._sink if value in self._drawn else num_values + made_by, math.inf)
-        for value in sorted(segment.reads & self._maker.keys()):
-            self._network.add_edge(self._source, value, math.inf)
-        for i, op in enumerate(segment.ops):
-            self._network.add_edge(num_values + i, self._sink, op.seconds if op.can_rerun else math.inf)
-            for value in dict.fromkeys(op.rerun_reads):
+        num_edges = 0
+        for value in sorted(segment.reads & self._maker.keys() | self._readers.keys()):
+            nbytes = math.inf if value in segment.unseen else segment.value_bytes[value]
+            made_by = self._made_again_by(value)
+            tail, head = _SOURCE, _SINK if made_by is None else self._node_of[made_by]
+            if value not in segment.reads:
+                tail = node_of_value.get(value, self._node_of[self._readers[value][0]])
+            if tail == head or not nbytes:
+                continue
+            if nbytes != math.inf:
+                self._priced.append((num_edges, int(nbytes)))
+            network.add_edge(tail, head, nbytes)
+            num_edges += 1
+            if value in node_of_value:
+                for node in dict.fromkeys(self._node_of[i] for i in self._readers[value]):
+                    network.add_edge(node, tail, math.inf)
+                    num_edges += 1
+        for node, took in seconds.items():
+            network.add_edge(node, _SINK, took)
+
+    def _made_again_by(self, value: int) -> int | None:
+        """Returns the op that can make a value again, None if it has to be held where it is read."""
+        made_by = None if value in self._drawn else self._maker[value]
+        return None if made_by is None or not self._segment.ops[made_by].can_rerun else made_by
+
+    def _readers_of(self) -> dict[int, list[int]]:
+        """Returns which ops read each value made here when they run again, of those that may have to."""
+        found: dict[int, list[int]] = {}
+        waiting = [v for v in self._segment.reads if v in self._maker]
+        may_rerun: set[int] = set()
+        while waiting:
+            made_by = self._made_again_by(waiting.pop())
+            if made_by is not None and made_by not in may_rerun:
+                may_rerun.add(made_by)
+                waiting += [v for v in self._segment.ops[made_by].rerun_reads if v in self._maker]
+        self._may_rerun = sorted(may_rerun)
+        for i in self._may_rerun:
+            for value in dict.fromkeys(self._segment.ops[i].rerun_reads):
                 if value in self._maker:
-                    self._network.add_edge(num_values + i, value, math.inf)
+                    found.setdefault(value, []).append(i)
+        return found
+
+    def _grouped(self) -> dict[int, int]:
+        """Returns the node of each op that may run again.
+
+        An op shares that of the one op that reads its result where it makes nothing else that is read, and its result
+        is no smaller than what that one makes: holding that instead takes no more and spares running it again.
+        """
+        segment, node_of, num_nodes = self._segment, dict[int, int](), _FIRST_NODE
+        for i in reversed(self._may_rerun):
+            read = [v for v in segment.ops[i].outputs if v in segment.reads or v in self._readers]
+            readers = self._readers[read[0]] if len(read) == 1 and read[0] not in segment.reads else []
+            if len(readers) == 1 and readers[0] != i:
+                made = segment.ops[readers[0]].outputs
+                is_larger = segment.value_bytes[read[0]] >= sum(segment.value_bytes[v] for v in made)
+                if read[0] in segment.unseen or (is_larger and segment.unseen.isdisjoint(made)):
+                    node_of[i] = node_of[readers[0]]
+                    continue
+            node_of[i] = num_nodes
+            num_nodes += 1
+        return node_of
 
     def cheapest(self, seconds_per_byte: float) -> Held | None:
         """Returns the choice with the least `seconds + seconds_per_byte * bytes`; of equals, one that runs least again.
@@ -105,14 +166,13 @@ class Cuts:
         """
         segment = self._segment
         network = self._network.priced([(edge, seconds_per_byte * nbytes) for edge, nbytes in self._priced])
-        side = network.source_side(self._source, self._sink)
+        side = network.source_side(_SOURCE, _SINK)
         if side is None:
             return None
-        num_values = len(segment.value_bytes)
-        values = tuple(
-            v for v in sorted(self._maker) if side[v] and (v in self._drawn or not side[num_values + self._maker[v]])
-        )
-        rerun = tuple(i for i in range(len(segment.ops)) if side[num_values + i])
+        rerun = tuple(i for i in self._may_rerun if side[self._node_of[i]])
+        read = segment.reads.union(*(segment.ops[i].rerun_reads for i in rerun)) & self._maker.keys()
+        again = set(rerun)
+        values = tuple(v for v in sorted(read) if v in self._drawn or self._maker[v] not in again)
         return Held(
             values=values,
             rerun=rerun,

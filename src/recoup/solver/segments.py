@@ -198,7 +198,7 @@ class SegmentSolver:
             best = self._solve(problem.fixed_bytes + step, nested=self._in_pieces)
             low, step = (low, step) if best is not None else (problem.fixed_bytes + step, 2 * step)
         high = min(problem.fixed_bytes + step, best.peak_bytes) if best is not None else low
-        while best is not None and high - low > NEGLIGIBLE_SHARE * high:
+        while best is not None and high - low > max(NEGLIGIBLE_SHARE * high, 1):
             middle = (low + high) // 2
             found = self._solve(middle, nested=self._in_pieces)
             if found is None:

@@ -6,12 +6,12 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Rebuild
-from recoup.planner.held_view import HeldView, held_view
+from recoup.planner.held_view import HeldView, flop_seconds_of, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
@@ -99,11 +99,12 @@ class RebuildStrategy(Strategy):
             is_free = seconds(*simulator.base) <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
             steps = [*(() if is_free else steps), simulator.base]
         found = []
-        hulls: Hulls = {}
+        hulls: Hulls = {}  # of equal segments of either step, whose ops therefore cost the same
+        options: Any = {"kept_paths": simulator.spec.keep, "flop_seconds": flop_seconds_of(simulator.priced)}
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
             coarse, fine = (
-                held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again, in_loops=in_loops)
+                held_view(step, rerun_seconds=again, in_loops=in_loops, **options)
                 for in_loops in (False, True)
             )
             if coarse is None or fine is None:
