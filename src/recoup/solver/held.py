@@ -192,7 +192,7 @@ def hull(segment: Segment, *, most: int = 24) -> list[Held]:
     The first runs as little again as possible, the last holds as few bytes as possible. Empty if there is no choice.
     """
     total = math.fsum(op.seconds for op in segment.ops)
-    every_byte = sum(segment.value_bytes) or 1
+    every_byte = sum(segment.value_bytes[v] for op in segment.ops for v in op.outputs) or 1
     step = min((op.seconds for op in segment.ops if op.seconds > 0), default=1.0)
     # Low and high enough that no byte outweighs an op, and no op a byte.
     cuts = Cuts(segment)

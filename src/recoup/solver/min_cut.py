@@ -1,6 +1,7 @@
 """Minimum s-t cut of a small directed graph, by Dinic's algorithm (Dinitz 1970).
 
-A blocking flow along edges that rise in one order of all nodes first, which takes paths of every length at once; then
+A blocking flow along edges that rise in one order of all nodes first, which takes paths of every length at once, those
+past a single node before the others; then
 breadth-first levels and a blocking flow along edges that go up one level, until the sink is out of reach. Capacities
 are floats: each augmentation takes its bottleneck to exactly zero, so it ends as with integers. For graphs of some
 thousand edges; no arrays, no dependencies.
@@ -25,10 +26,12 @@ class FlowNetwork:
         self._head: list[int] = []
         self._room: list[float] = []  # what an edge can still take; edge i ^ 1 is the reverse of edge i
         self._orders: dict[int, list[int]] = {}  # by source
+        self._past_one: dict[tuple[int, int], list[tuple[int, int]]] = {}  # pairs of edges, by source and sink
 
     def add_edge(self, tail: int, head: int, capacity: float) -> None:
         """Adds an edge; `math.inf` is a capacity that no cut can pay."""
         self._orders.clear()
+        self._past_one.clear()
         for node, other, room in ((tail, head, capacity), (head, tail, 0.0)):
             self._edges_of[node].append(len(self._head))
             self._head.append(other)
@@ -38,7 +41,7 @@ class FlowNetwork:
         """Returns a copy in which some edges (by the number they were added as) have other capacities."""
         copied = FlowNetwork(0)
         copied._edges_of, copied._head, copied._room = self._edges_of, self._head, self._room.copy()
-        copied._orders = self._orders
+        copied._orders, copied._past_one = self._orders, self._past_one
         for number, capacity in edges:
             copied._room[2 * number] = capacity
         return copied
@@ -49,7 +52,7 @@ class FlowNetwork:
         None if every cut is infinite. The network is used up: its capacities are those left by the flow.
         """
         order = self._order(source)
-        if order[sink] >= 0 and not self._block(source, sink, order):
+        if order[sink] >= 0 and not (self._push_past_one(source, sink) and self._block(source, sink, order)):
             return None
         while True:
             level = self._levels(source, sink)
@@ -80,6 +83,26 @@ class FlowNetwork:
                 order[node] = left
                 path.pop()
         return order
+
+    def _push_past_one(self, source: int, sink: int) -> bool:
+        """Sends flow along paths of two edges, which need no search; False if one has no limit."""
+        heads, room = self._head, self._room
+        known = self._past_one.get((source, sink))
+        if known is None:
+            known = self._past_one[source, sink] = [
+                (first, second)
+                for first in self._edges_of[source]
+                for second in self._edges_of[heads[first]]
+                if heads[second] == sink
+            ]
+        for first, second in known:
+            pushed = min(room[first], room[second])
+            if pushed == math.inf:
+                return False
+            for edge in (first, second):
+                room[edge] -= pushed
+                room[edge ^ 1] += pushed
+        return True
 
     def _levels(self, source: int, sink: int) -> list[int]:
         """Returns how many edges away from the source nodes are; -1: out of reach, or no nearer than the sink."""

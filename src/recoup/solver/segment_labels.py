@@ -17,15 +17,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from recoup.solver.alive_in_code import AliveInCode
-from recoup.solver.held import Held, Op, Segment, hull
+from recoup.solver.excerpts import Excerpts, Hulls, rebuild_bytes
 from recoup.solver.held_problem import HeldProblem, Label
-from recoup.thresholds import MOST_TRIES
 
 _MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
-
-
-Hulls = dict[Segment, list[tuple[Held, int]]]
-"""Corners of segments' hulls, each with the bytes of `_rebuild_bytes`."""
 
 
 class LabelMaker:
@@ -49,7 +44,7 @@ class LabelMaker:
         self._bare = np.array(problem.bare_bytes, dtype=np.int64)
         self.alive = AliveInCode(problem, first_saved, self._maker)
         self._first_saved = {value: self._interval(at) for value, at in first_saved.items()}  # in which interval
-        self._hulls: Hulls = {} if hulls is None else hulls
+        self._excerpts = Excerpts(problem, self._maker, Hulls() if hulls is None else hulls)
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
 
@@ -135,36 +130,17 @@ class LabelMaker:
             )
         if last - first > _MOST_OPS:
             return labels
-        made = {v for op in problem.ops[first:last] for v in op.outputs}
-        saved = dict.fromkeys(v for at in range(first, last) for v in problem.saves[at])
+        names = self._excerpts.made(first, last)
+        made = set(names)
+        saved = dict.fromkeys(v for values in problem.saves[first:last] for v in values)
         # An op's inputs are saved before it begins a segment: what the one before it has there anyway is left to that.
-        inside = {v for at in range(first + 1, last) for v in problem.saves[at]}
-        left = [v for v in problem.saves[first] if v in problem.self_saved - inside and v not in made]
+        inside = {v for values in problem.saves[first + 1 : last] for v in values}
+        left = [v for v in problem.saves[first] if v in problem.self_saved and v not in inside and v not in made]
         outside = [v for v in saved if v not in made and v in self._maker and v not in left]
         if j < len(problem.places):
-            saved.update(dict.fromkeys(v for v in problem.saves[last] if v in problem.self_saved & made))
-        local: dict[int, int] = {}
-        for op in problem.ops[first:last]:
-            for value in (*op.inputs, *op.outputs):
-                local.setdefault(value, len(local))
-        names = list(local)
-        segment = Segment(
-            value_bytes=tuple(problem.value_bytes[v] if v in made else 0 for v in names),
-            ops=tuple(
-                Op(
-                    inputs=tuple(map(local.__getitem__, op.inputs)),
-                    outputs=tuple(map(local.__getitem__, op.outputs)),
-                    seconds=op.seconds,
-                    can_rerun=op.can_rerun,
-                    draws=tuple(map(local.__getitem__, op.draws)),
-                )
-                for op in problem.ops[first:last]
-            ),
-            reads=frozenset(local[v] for v in saved if v in made),
-            unseen=frozenset(local[v] for v in problem.unseen & made),
-        )
+            saved.update(dict.fromkeys(v for v in problem.saves[last] if v in problem.self_saved and v in made))
         after = problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
-        for held, rebuild_bytes in self._hull(segment):
+        for held, most_bytes in self._excerpts.corners(first, last, saved):
             values, rerun = [names[v] for v in held.values], [first + at for at in held.rerun]
             needed = dict.fromkeys([*outside, *self._read_from_before(rerun, made)])
             shared = self.alive.shared_at(i, needed)
@@ -179,7 +155,7 @@ class LabelMaker:
                     holds=self.alive.mask([*values, *needed], j),
                     backward_bytes=max(
                         backward + self._beside_bytes(charged, i),
-                        held_bytes + rebuild_bytes + after,
+                        held_bytes + most_bytes + after,
                     ),
                     seconds=held.seconds,
                     shares=self._sized(shared),
@@ -195,7 +171,7 @@ class LabelMaker:
         problem = self.problem
         first, last = problem.places[i], self._ends[j - 1]
         sizes = problem.value_bytes
-        made = {v for op in problem.ops[first:last] for v in op.outputs}
+        made = set(self._excerpts.made(first, last))
         pieces: list[tuple[int, Label]] = []
         for start, end in itertools.pairwise(places):
             labels = [label for label in self.labels(start, end) if label.held is not None]
@@ -222,7 +198,7 @@ class LabelMaker:
         before = [v for v in held if v not in made and v not in shared]
         charged = [v for v in held if v in made or (v not in shared and self._reader_before(v, i) is None)]
         there = set(charged)
-        backward = sum(sizes[v] for v in charged) + _rebuild_bytes(problem.ops, sizes, sorted(rerun), set(inside))
+        backward = sum(sizes[v] for v in charged) + rebuild_bytes(problem.ops, sizes, sorted(rerun), set(inside))
         backward += problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
         for (start, label), end in zip(pieces, places[1:], strict=True):
             there.update(v for v in label.held or () if v in made)  # what later pieces start from is gone by then
@@ -314,40 +290,3 @@ class LabelMaker:
 
     def _interval(self, op: int) -> int:
         return bisect.bisect_right(self.problem.places, op) - 1
-
-    def _hull(self, segment: Segment) -> list[tuple[Held, int]]:
-        """Returns the corners of a segment's hull, each with the bytes of `_rebuild_bytes`."""
-        found = self._hulls.get(segment)
-        if found is None:
-            found = self._hulls[segment] = [
-                (held, _rebuild_bytes(segment.ops, segment.value_bytes, held.rerun, segment.reads))
-                for held in hull(segment, most=MOST_TRIES)
-            ]
-        return found
-
-
-def _rebuild_bytes(ops: Sequence[Op], sizes: Sequence[int], rerun: Sequence[int], wanted: Collection[int]) -> int:
-    """Returns the most that is there while ops run again, above what is held; as it runs them.
-
-    Args:
-        sizes: bytes of each value.
-        rerun: positions of the ops, in order.
-        wanted: values that stay: the others go after their last reader.
-    """
-    last = {v: at for at in rerun for v in ops[at].inputs}
-    made: set[int] = set()
-    alive, most = 0, 0
-    for at in rerun:
-        op = ops[at]
-        outputs = [v for v in op.outputs if v not in op.draws] if op.draws else op.outputs
-        for value in outputs:
-            made.add(value)
-            alive += sizes[value]
-        most = max(most, alive)
-        for value in outputs:
-            if value not in last and value not in wanted:
-                alive -= sizes[value]
-        for value in op.inputs:
-            if last[value] == at and value in made and value not in wanted:
-                alive -= sizes[value]
-    return most

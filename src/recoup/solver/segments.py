@@ -19,8 +19,9 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from recoup.solver.excerpts import Hulls
 from recoup.solver.held_problem import HeldProblem, Label
-from recoup.solver.segment_labels import Hulls, LabelMaker
+from recoup.solver.segment_labels import LabelMaker
 from recoup.thresholds import NEGLIGIBLE_SHARE
 
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)  # of segments, in intervals

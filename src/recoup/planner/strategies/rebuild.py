@@ -16,7 +16,7 @@ from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
-from recoup.solver.segment_labels import Hulls
+from recoup.solver.excerpts import Hulls
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
@@ -99,7 +99,7 @@ class RebuildStrategy(Strategy):
             is_free = seconds(*simulator.base) <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
             steps = [*(() if is_free else steps), simulator.base]
         found = []
-        hulls: Hulls = {}  # of equal segments of either step, whose ops therefore cost the same
+        hulls = Hulls()  # of equal segments of either step, whose ops therefore cost the same
         options: Any = {"kept_paths": simulator.spec.keep, "flop_seconds": flop_seconds_of(simulator.priced)}
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
