@@ -194,3 +194,13 @@ def test_running_statistics_that_kernels_update_are_no_difference(
     model, x = nn.Sequential(block, nn.Conv2d(8, 2, 3)), torch.randn(num_examples, 3, 32, 32)
     evidence = verify_plan(model, _plan(model, x, Recompute(path="0")), x, timed=False)
     assert evidence.exact, evidence.differences
+
+
+def test_a_batch_that_the_plan_was_not_made_for_is_named() -> None:
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())))
+    plan = recoup.plan(model, torch.randn(512, 64), budget="70%")
+    evidence = recoup.verify(model, plan, torch.randn(1024, 64), timed=False)
+    assert not evidence.within_budget and evidence.exact
+    assert "made for a batch of 128.0 KiB, and this one has 256.0 KiB" in str(evidence)
+    assert "saved tensors again" in str(evidence) and "regions" not in str(evidence)
+    assert "made for" not in str(recoup.verify(model, plan, torch.randn(512, 64), timed=False))

@@ -41,7 +41,7 @@ from recoup._allocation import (
     host_memory_error,
     is_allocation_failure,
 )
-from recoup._pytree import first_half, num_rows
+from recoup._pytree import first_half, iterate_tensors, num_rows
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
@@ -176,6 +176,12 @@ class _Verification:
             if max_seconds is not None and False in self._peaks:
                 progress.advance("timing plain and planned steps in turn, at most six")
                 ratio, spread = self._time(max_seconds)
+        given, planned = storage_bytes(iterate_tensors(bench.batch)), plan.predicted.batch_bytes
+        if planned and given != planned and self._peaks[True] > plan.budget_bytes:
+            self._notes.append(
+                f"the plan was made for a batch of {format_bytes(planned)}, and this one has {format_bytes(given)}: plan "
+                "for it, or verify with the other"
+            )
         return Evidence(
             peak_bytes=self._peaks[True],
             baseline_peak_bytes=self._peaks.get(False),

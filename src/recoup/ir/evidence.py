@@ -173,7 +173,7 @@ def _rows(evidence: Evidence) -> list[tuple[str, str]]:
         ("buffers", "bit-equal" if evidence.buffers_equal else "DIFFER"),
         ("random streams", "end where plain's end" if evidence.rng_equal else "END ELSEWHERE"),
         *([("replays", _replays(evidence))] if evidence.num_replays_compared else []),
-        ("run twice", f"{evidence.num_regions_replayed} regions, {evidence.num_rederived} saved tensors rederived"),
+        ("run twice", _run_twice(evidence)),
     ]
     if evidence.offloaded_bytes or evidence.predicted_offloaded_bytes:
         agrees = "as predicted" if evidence.moved_as_planned else "predicted "
@@ -206,6 +206,12 @@ def _loss(evidence: Evidence) -> str:
         return "bit-equal"
     held = evidence.loss_error <= evidence.error_bound
     return f"equal within rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
+
+
+def _run_twice(evidence: Evidence) -> str:
+    regions, rebuilt = evidence.num_regions_replayed, evidence.num_rederived
+    ran = [f"{regions} regions"] if regions else []
+    return ", ".join([*ran, f"what makes {rebuilt} saved tensors again"] if rebuilt else ran) or "nothing"
 
 
 def _replays(evidence: Evidence) -> str:
