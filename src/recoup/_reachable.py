@@ -61,9 +61,14 @@ class Reached:
     Args:
         roots: where to look from, by name.
         around: of a module that these are part of, only attributes are looked at.
+        follows_hooks: what tensors' hooks reach is found, too, an optimizer that steps in backward: no forward reads
+            it by them.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, around: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], *, around: Iterable[nn.Module] = (), follows_hooks: bool = False
+    ) -> None:
+        self._follows_hooks = follows_hooks
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.containers: list[tuple[str, Any]] = []
         self.slotted: list[tuple[str, Any]] = []
@@ -131,8 +136,12 @@ class Reached:
         if hasattr(tensor, "ds_id"):  # ZeRO-3 owns it, and hangs its optimizer on it
             return
         self.tensors.append((name, tensor))
-        for hooks in _HOOKS:
-            yield f"{name}.{hooks}", getattr(tensor, hooks, None)
+        for table in _HOOKS:
+            hooks = getattr(tensor, table, None)
+            if self._follows_hooks:
+                yield f"{name}.{table}", hooks
+            elif hooks is not None:
+                self.containers.append((f"{name}.{table}", hooks))
         if getattr(tensor, "__dict__", None):
             yield name, tensor.__dict__
 

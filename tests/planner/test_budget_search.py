@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import recoup
 from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.planner.budget_search import BudgetSearch
@@ -290,3 +292,32 @@ def test_a_search_stops_after_so_many_simulated_ops_and_not_before_something_fit
     judge.simulated[regions(9)] = candidate(regions(9), 10, 99.0)
     assert search(judge, Repairing()).fit(40) is not None
     assert len(view.targets) == asked
+
+
+def test_a_region_in_which_the_step_does_not_run_is_no_plan() -> None:
+    """One that begins outside of a checkpoint of the user's and ends inside cannot run again as it ran."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(nn.functional.gelu(self.up(x)))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, block in enumerate(self.blocks):
+                inner = lambda t, b=block: b.down(nn.functional.gelu(b.up(t)))  # noqa: E731
+                x = checkpoint(inner, x, use_reentrant=False) if i % 2 else block(x)
+            return x.square().mean()
+
+    model, x = Checkpointed(), torch.randn(256, 64)
+    plan = recoup.plan(model, x, budget="min", loss=lambda out, batch: out)
+    assert plan.predicted.peak_bytes < plan.predicted.plain_peak_bytes
+    evidence = recoup.verify(model, plan, x, loss=lambda out, batch: out, timed=False)
+    assert evidence.exact and evidence.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)

@@ -52,3 +52,39 @@ def test_a_scans_own_budget_is_its_own_error() -> None:
     torch.manual_seed(0)
     with pytest.raises(InfeasibleBudget, match=r"recoup\.recurrent\.scan: budget .* one taped step takes"):
         recoup.fit(Model(budget=2000), torch.randn(20, 16, 6), budget="80%", loss=_loss)
+
+
+@pytest.mark.parametrize("kind", ["a module's output", "a parameter of the cell", "another scan's last state"])
+def test_a_first_state_that_depends_on_what_the_step_reads(kind: str) -> None:
+    """Its graph is no part of the steps' tape: the captured parameters' gradients of both ways are summed."""
+
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.init = nn.GRUCell(8, 8), nn.Linear(8, 8)
+
+        def step(self, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = self.cell(x, h)
+            return h, h
+
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            if kind == "a module's output":
+                first = self.init(x[0])
+            elif kind == "a parameter of the cell":
+                first = self.cell.bias_hh[:8].expand(x.shape[1], 8)
+            else:
+                first = scan(self.step, x, x.new_zeros(x.shape[1], 8), **options)[0]
+            ys: torch.Tensor = scan(self.step, x, first, **options)[1]
+            return ys.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Started(), torch.randn(9, 4, 8)
+    found = []
+    for options in ({}, {"budget": "1GiB"}):  # the latter tapes all steps at once
+        model.zero_grad()
+        model(x, **options).backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    model.zero_grad()
+    plan = recoup.plan(model, x, budget="100%", loss=lambda out, batch: out)
+    assert recoup.verify(model, plan, x, loss=lambda out, batch: out, timed=False).exact

@@ -276,3 +276,40 @@ def test_threads_that_ask_to_be_told_of_compiled_calls_leave_nothing(monkeypatch
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert eval_frame._maybe_set_eval_frame is before
+
+
+def test_a_backward_through_a_part_of_the_graph_and_then_through_all() -> None:
+    """A tensor may be asked for again while another saved tensor of its value still holds what was rebuilt for both."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1)
+                )
+                for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = F.relu(x + block(x))
+            return x.mean((2, 3)).square().mean()
+
+    def gradients(decisions: list[Rederive]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x, found = Residual(), torch.randn(8, 3, 16, 16), []
+        parameters = list(model.parameters())
+        with apply_decisions(model, decisions):
+            for i in range(9):
+                model.zero_grad()
+                loss = model(x)
+                loss.backward(inputs=parameters[i % len(parameters) :], retain_graph=True)  # type: ignore[no-untyped-call]
+                loss.backward()
+                found += [p.grad.clone() for p in parameters if p.grad is not None]
+        return found
+
+    plain, planned = gradients([]), gradients([Rederive(path="")])
+    assert len(plain) == len(planned) and all(map(torch.equal, plain, planned))

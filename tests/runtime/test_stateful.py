@@ -91,3 +91,28 @@ def test_synchronised_batch_norm_on_two_processes(tmp_path: Path) -> None:
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+
+
+@pytest.mark.parametrize("path", ["0", "1", "1.0"])
+def test_an_optimizer_that_steps_in_backward(path: str) -> None:
+    """What a parameter's hook reaches, every other parameter here, is nothing that a region's forward reads."""
+
+    def trained(decisions: list[Recompute]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)) for _ in range(3))
+        )
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            optimizers[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        with apply_decisions(model, decisions):
+            for i in range(4):
+                model(torch.full((4, 8), 0.1 * i)).square().sum().backward()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained([]), trained([Recompute(path=path)])))

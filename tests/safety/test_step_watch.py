@@ -284,3 +284,23 @@ def test_a_change_in_place_is_noticed_in_a_step_that_is_counted() -> None:
         assert applied._watch is not None and applied._watch.num_looked_at == 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_another_precision_is_said_where_no_module_below_the_model_has_weights() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = x + torch.tanh(x @ weight) * torch.sigmoid(x @ weight.t())
+            return x.square().mean()
+
+    model, x = Bare(), torch.randn(512, 64)
+    made = recoup.plan(model, x, budget="min", loss=lambda out, batch: out, actions=("rederive",))
+    with recoup.apply(model, made), pytest.warns(recoup.OtherStepWarning, match="in bfloat16, planned was float32"):
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x)
+            loss.backward()

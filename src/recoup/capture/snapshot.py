@@ -39,7 +39,7 @@ class Snapshot:
     """The state that a step can reach; see the note above."""
 
     def __init__(self, model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> None:
-        found = Reached(roots_of(model, batch, loss, others))
+        found = Reached(roots_of(model, batch, loss, others), follows_hooks=True)
         self._found = found
         self._containers = [(name, item, _shallow(item)) for name, item in found.containers]
         self._slots = [(name, item, _slot_values(item)) for name, item in found.slotted]

@@ -17,9 +17,10 @@ import torch
 
 from recoup import _torch
 from recoup._interrupts import let_in
-from recoup._pytree import argument_tensors, collect_tensors
+from recoup._pytree import argument_tensors, collect_tensors, iterate_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
+from recoup.capture.formulas import Formulas
 from recoup.capture.function_calls import FunctionCalls
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.last_op import LastOp
@@ -109,7 +110,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._backward_origin = (-1, -1)
         self._last_op = LastOp()
         self._remade_views = RemadeViews()
-        self._functions = FunctionCalls()
+        self._functions, self._formulas = FunctionCalls(), Formulas()
         self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
     @property
@@ -242,15 +243,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         kwargs = kwargs or {}
         if _torch.is_higher_order(func):
             out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
-            results: list[torch.Tensor] = []
-            collect_tensors(out if isinstance(out, (tuple, list)) else (out,), results)
-            for tensor in filter(_is_plain, results):
+            for tensor in filter(_is_plain, iterate_tensors(out)):
                 self._index(tensor, "temporary", len(self.ops) - 1, str(func))
             return out
         if not self.recording:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         collect_tensors((*args, *kwargs.values()) if kwargs else args, tensors)
+        func = self._formulas.on_real(func, args) if self.phase == "backward" else func
         try:
             out = self._run(func, args, kwargs, tensors)
         except _UNANSWERED as error:
@@ -258,9 +258,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             raise
         if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out
-        if self.bridge is not None and self.phase == "backward":
-            node = _torch.current_backward_node()
-            if node is not None and self.bridge.takes(node, func, tensors, out):
+        if self.phase == "backward":
+            node = self._formulas.note(func, out)
+            if node is not None and self.bridge is not None and self.bridge.takes(node, func, tensors, out):
                 return out
         self._record(func, args, kwargs, tensors, out)
         return out

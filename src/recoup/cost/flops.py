@@ -89,8 +89,8 @@ _PACKED_ATTENTION: dict[str, int] = {
 
 # Ops that compute nothing: copies, fills, gathers, allocations, shape changes.
 _DATA_MOVEMENT = frozenset({
-    "_cat", "_foreach_copy", "_foreach_zero", "_local_scalar_dense", "_pin_memory", "_reshape_copy", "_to_copy",
-    "_to_dense", "_unsafe_view", "alias", "arange", "as_strided_scatter", "cat", "clone", "constant_pad_nd",
+    "_cat", "_foreach_copy", "_foreach_zero", "_index_put_impl", "_local_scalar_dense", "_pin_memory", "_reshape_copy",
+    "_to_copy", "_to_dense", "_unsafe_view", "alias", "arange", "as_strided_scatter", "cat", "clone", "constant_pad_nd",
     "contiguous", "copy", "detach", "diagonal_scatter", "embedding", "empty", "empty_like", "empty_permuted",
     "empty_strided", "eye", "fill", "flip", "full", "full_like", "gather", "index", "index_copy", "index_put",
     "index_select", "lift", "lift_fresh", "lift_fresh_copy", "masked_fill", "new_empty", "new_empty_strided",

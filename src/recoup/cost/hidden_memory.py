@@ -334,6 +334,7 @@ _SPECIAL: dict[str, Callable[[Sequence[object], Device], list[int]]] = {
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
     "index_put": _index_put,
+    "_index_put_impl": _index_put,
     **dict.fromkeys(_LOSSES, _loss),
 }
 _SPECIAL_IN_ORDER: dict[str, Callable[[Sequence[object], Device], list[int]]] = {

@@ -179,8 +179,8 @@ class _Verification:
         given, planned = storage_bytes(iterate_tensors(bench.batch)), plan.predicted.batch_bytes
         if planned and given != planned and self._peaks[True] > plan.budget_bytes:
             self._notes.append(
-                f"the plan was made for a batch of {format_bytes(planned)}, and this one has {format_bytes(given)}: plan "
-                "for it, or verify with the other"
+                f"the plan was made for a batch of {format_bytes(planned)}, and this one has {format_bytes(given)}: "
+                "plan for it, or verify with the other"
             )
         return Evidence(
             peak_bytes=self._peaks[True],

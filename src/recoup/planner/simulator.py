@@ -21,7 +21,7 @@ from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
-from recoup.errors import ReplayError, UsageError
+from recoup.errors import ReplayError, StepError, UsageError
 from recoup.ir.decision import Decision, LossInPlace, Rederive
 from recoup.ir.labels import group_labels
 from recoup.ir.trace import Signature, Trace
@@ -117,13 +117,21 @@ class Simulator:
         return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
-        """Runs the step with `chosen` applied under fake tensors and returns its cost."""
+        """Runs the step with `chosen` applied under fake tensors and returns its cost.
+
+        Regions in which the step does not run are no plan: their candidate is larger than any, and is not kept.
+        """
         if not chosen:
             return self.plain
         found = self.simulated.get(chosen)
         if found is None:
             progress.advance(f"simulating a plan with {len(chosen)} decisions")
-            found = self.note(chosen, self.simulate_priced(chosen))
+            try:
+                found = self.note(chosen, self.simulate_priced(chosen))
+            except StepError:  # as of a span that begins outside of a checkpoint of the user's and ends inside
+                if not any(d.is_region for d in chosen):
+                    raise
+                found = dataclasses.replace(self.plain, decisions=chosen, peak_bytes=2 * self.plain.peak_bytes)
         return found
 
     def note(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:

@@ -101,7 +101,7 @@ def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
         return [t.detach() for t in state]
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
-        return list(_Begin.apply(anchor, flags, *state))  # type: ignore[no-untyped-call]
+        return list(_Begin.apply(anchor, flags, *(t.detach() for t in state)))  # type: ignore[no-untyped-call]
 
 
 class Sums:

@@ -271,7 +271,7 @@ class StepWatch:
             return
         if more > 0 and not thawed:
             yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
-        if sight.state > planned.optimizer_bytes:
+        if sight.state > planned.optimizer_bytes * (1 + SAME_SHARE):
             held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
             yield (
                 sight.state - planned.optimizer_bytes,
@@ -313,7 +313,7 @@ class StepWatch:
             found.append(f"it computes in {self._other_precision}, planned was {planned.precision} (`autocast=`)")
         if planned.batch_bytes and sight.batch > planned.batch_bytes:
             found.append(f"its batch has {format_bytes(sight.batch)}, planned were {format_bytes(planned.batch_bytes)}")
-        if sight.state > planned.optimizer_bytes:
+        if sight.state > planned.optimizer_bytes * (1 + SAME_SHARE):
             held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
             found.append(f"its optimizer holds {held}, planned were {expected} (`optimizer=`)")
         thawed = self._thawed()
@@ -335,6 +335,8 @@ class StepWatch:
     def _other_precision(self) -> str:
         """Returns the precision of the step if no module computes in the planned one; otherwise ""."""
         planned, seen = self.plan.predicted.precision, self._counter.precisions
+        if not seen and self._sight is not None and self._sight.precision:  # modules of the model's own are not called
+            seen = {self._sight.precision.removeprefix("torch."): None}
         return next(iter(seen)) if planned and seen and planned not in seen else ""
 
     def _estimate(self) -> int:

@@ -62,7 +62,7 @@ class Excerpts:
         return self._made[self._starts[first] : self._starts[last]]
 
     def corners(self, first: int, last: int, saved: Collection[int]) -> Corners:
-        """Returns the corners of the hull of ops [first, last), of whose values backward reads those that are `saved`."""
+        """Returns the corners of the hull of ops [first, last), of whose values backward reads the `saved` ones."""
         begin, end = self._starts[first], self._starts[last]
         reads = tuple(at - begin for at in sorted(self._place.get(v, -1) for v in saved) if begin <= at < end)
         key = tuple([self._number(at, begin) for at in range(first, last)]), reads
