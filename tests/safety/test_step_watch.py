@@ -294,12 +294,12 @@ def test_another_precision_is_said_where_no_module_below_the_model_has_weights()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.weights:
-                x = x + torch.tanh(x @ weight) * torch.sigmoid(x @ weight.t())
+                x = x + nn.functional.gelu(x @ weight) * torch.sigmoid(x @ weight.t())
             return x.square().mean()
 
     model, x = Bare(), torch.randn(512, 64)
-    made = recoup.plan(model, x, budget="min", loss=lambda out, batch: out, actions=("rederive",))
-    with recoup.apply(model, made), pytest.warns(recoup.OtherStepWarning, match="in bfloat16, planned was float32"):
+    made = recoup.plan(model, x, budget="80%", loss=lambda out, batch: out)
+    with recoup.apply(model, made), pytest.warns(UserWarning, match="in bfloat16,"):
         for _ in range(4):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(x)

@@ -104,8 +104,7 @@ class RebuildStrategy(Strategy):
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
             coarse, fine = (
-                held_view(step, rerun_seconds=again, in_loops=in_loops, **options)
-                for in_loops in (False, True)
+                held_view(step, rerun_seconds=again, in_loops=in_loops, **options) for in_loops in (False, True)
             )
             if coarse is None or fine is None:
                 continue
