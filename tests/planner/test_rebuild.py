@@ -300,7 +300,7 @@ def test_what_is_changed_in_place_after_it_was_saved_raises_as_in_autograd() -> 
 
 def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from recoup.planner.held_view import held_view
-    from recoup.solver import segment_labels, segments
+    from recoup.solver import excerpts, segments
 
     torch.manual_seed(0)
     model = ParameterTransformer(lambda piece, *args: piece(*args), width=32, num_layers=6)
@@ -310,10 +310,8 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     view = held_view(priced)
     assert view is not None
     cut: list[object] = []
-    real = segment_labels.hull
-    monkeypatch.setattr(
-        segment_labels, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options)
-    )
+    real = excerpts.hull
+    monkeypatch.setattr(excerpts, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options))
     solver = segments.SegmentSolver(view.problem)
     assert solver.leanest() is not None
     assert len(cut) < len(view.problem.places) * 6
