@@ -55,6 +55,11 @@ def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: An
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+def _hidden_bytes(model: nn.Module, args: TrainingArguments) -> int:
+    num_tokens = args.per_device_train_batch_size * len(_data()[0]["labels"])
+    return num_tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator, no-any-return]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", cases(_OPTIONS, _OPTIONS[1:]), ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -73,9 +78,10 @@ def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) 
     assert watching.meter.peak_bytes is not None
     assert watching.meter.peak_bytes + _BATCH_BYTES <= budget
     if "gradient_accumulation_steps" not in options:  # a few scalars: the Trainer holds losses
-        # A step that follows a program lets go of some tensors before the record of it does, which is what is planned.
+        # A step that follows a program lets go of some tensors before the record of it does, which is what is planned,
+        # a hidden state among them where the plan has its peak at the copy of the logits in float32.
         excess = watching.meter.peak_bytes + _BATCH_BYTES - fit.plan.predicted.peak_bytes
-        assert -0.005 * fit.plan.predicted.peak_bytes <= excess <= 16
+        assert -0.005 * fit.plan.predicted.peak_bytes - _hidden_bytes(model, args) <= excess <= 16
     assert "budget" in watching.report()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -97,9 +103,7 @@ def test_the_planned_step_is_the_trainers(tmp_path: Path, budget: int) -> None:
     held_bytes = watching.meter.peak_bytes + _BATCH_BYTES - fit.evidence.peak_bytes
     # Where some plans have their peak, the Trainer holds a loss. Where that is the copy of the logits in float32, which
     # it makes after the plan's forward, a hidden state that was held for nothing any more is gone.
-    num_tokens = args.per_device_train_batch_size * len(_data()[0]["labels"])
-    hidden_bytes = num_tokens * model.config.hidden_size * 4  # type: ignore[union-attr]
-    assert held_bytes in (0, 4, -hidden_bytes)
+    assert held_bytes in (0, 4, -_hidden_bytes(model, args))
 
 
 @pytest.mark.slow
