@@ -335,7 +335,7 @@ class StepWatch:
     def _other_precision(self) -> str:
         """Returns the precision of the step if no module computes in the planned one; otherwise ""."""
         planned, seen = self.plan.predicted.precision, self._counter.precisions
-        if not seen and self._sight is not None and self._sight.precision:  # modules of the model's own are not called
+        if not seen and self._sight is not None and self._sight.precision:  # no module that was called has weights
             seen = {self._sight.precision.removeprefix("torch."): None}
         return next(iter(seen)) if planned and seen and planned not in seen else ""
 

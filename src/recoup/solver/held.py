@@ -80,8 +80,8 @@ class Held:
 class Cuts:
     """The minimum cuts of one segment: its graph is built once, a price only changes what holding a value costs.
 
-    A node stands for ops that run again together, or for a value that several of them read. Nothing else of the graph
-    above can make a difference, and most of it is that.
+    A node stands for ops that run again together, or for a value that several of them read. The rest of the graph
+    described above changes no cut: ops that nothing read leads to, values that no cheapest choice holds.
     """
 
     def __init__(self, segment: Segment) -> None:
