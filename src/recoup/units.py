@@ -50,7 +50,7 @@ def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
                 f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
             )
         value = int(float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()])
-        if not match.group(2) and value < MIB:
+        if not match.group(2) and 0 < value < MIB:
             share = f"'{text.strip()}%', or " if takes_share else ""
             asked = "bytes or per cent" if takes_share else "bytes"
             raise UsageError(f"{text!r}: {asked}? Write {share}a unit: '{text.strip()}GiB'.")

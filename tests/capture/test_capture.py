@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import recoup
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
@@ -228,3 +229,17 @@ def test_what_the_next_call_takes_at_once_is_saved_by_that_call() -> None:
     (result,) = (s for s in trace.storages if s.alloc_op == activation)
     assert "convolution" in trace.signatures[trace.ops[result.saved_op].signature].name
     assert result.saved_op == activation + 1
+
+
+def test_a_tensor_outside_of_the_model_is_there_once_however_it_is_viewed() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 16)
+    weight, head = torch.randn(64, 64), nn.Linear(64, 64)
+    outside = [weight, *head.parameters()]
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (head(model(x)) @ weight.t()).expand(2, 32, 64)[1].pow(2).mean()
+
+    planned = recoup.plan(model, x, step=step, budget="100%").predicted.plain_peak_bytes
+    held = storage_bytes([*model.parameters(), x, *outside])
+    assert planned == measure_peak(lambda: step(model, x).backward(), device=torch.device("cpu"), held_bytes=held)

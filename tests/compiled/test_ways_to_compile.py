@@ -19,6 +19,7 @@ from recoup.capture.step import make_objective
 from recoup.cli.main import run
 from recoup.compiled.fitting import CompiledFitting
 from recoup.compiled.recording import CompileOptions
+from recoup.errors import UsageError
 from recoup.thresholds import MOST_WAYS
 from tests.compiled.models import Blocks, Residual
 from tests.thorough import IS_THOROUGH, thorough
@@ -202,6 +203,12 @@ def test_inductor_under_autocast_is_as_near_as_its_dtype_rounds() -> None:
     assert evidence.ok and evidence.peak_bytes <= evidence.budget_bytes and evidence.rng_equal
     assert 1e-4 < evidence.max_gradient_error < 4e-2  # roundings of bfloat16, not of the float32 that gradients have
     found.applied.remove()
+
+
+@pytest.mark.parametrize("budget", ["60%", "min", "auto"])
+def test_a_budget_of_what_is_not_measured_is_refused(budget: str) -> None:
+    with pytest.raises(UsageError, match="runs none"):
+        recoup.compile(nn.Linear(2, 2), budget=budget)
 
 
 def test_the_command_line_refuses_a_page_of_a_compiled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,33 @@ def test_fit_warns_of_what_is_not_exact() -> None:
     fitted.applied.remove()
 
 
+def _result(loss: float, *gradient: complex) -> StepResult:
+    gradients: dict[str, torch.Tensor | None] = {"w": torch.tensor(gradient)}
+    return StepResult(loss=torch.tensor(loss), gradients=gradients, buffers={}, attributes={}, random_state=_NO_RANDOM)
+
+
+_NO_RANDOM = (torch.zeros(1), None, None, None)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-6])
+def test_what_is_no_number_on_one_side_only_is_a_difference(bound: float) -> None:
+    for plain, planned in [((1, 1, 1), (1, 1, NAN)), ((1, 1, 1), (NAN, 1, 1)), ((1, 1, INF), (1, 1, 1))]:
+        for one, other in ((plain, planned), (planned, plain)):
+            found = compare(_result(*one), _result(*other), bound=bound)
+            assert not found.holds and not found.is_exact and found.differences
+            assert max(found.max_gradient_error, found.loss_error) > 0
+
+
+@pytest.mark.parametrize("unit", [1, 1j])
+def test_what_is_no_number_on_both_sides_is_none(unit: complex) -> None:
+    plain = _result(NAN, NAN * unit, INF * unit, 1 * unit, 2 * unit)
+    assert compare(plain, _result(NAN, NAN * unit, INF * unit, 1 * unit, 2 * unit)).is_exact
+    near = _result(NAN, NAN * unit, INF * unit, 1 * unit, (2 + 4e-7) * unit)
+    assert compare(plain, near, bound=1e-6).holds and not compare(plain, near).holds
+    assert not compare(plain, _result(NAN, NAN * unit, INF * unit, 1 * unit, 2.1 * unit), bound=1e-6).holds
+
+
 def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recoup.errors import UsageError
 from recoup.ir.decision import Recompute, Rederive, Save, Scan
 from recoup.ir.plan import Plan, Prediction
 from recoup.ir.schema import plan_schema
@@ -123,3 +125,18 @@ def test_plans_diff_well(tmp_path: Path) -> None:
     make_plan(decisions=decisions).save(tmp_path / "b.json")
     a, b = ((tmp_path / n).read_text().splitlines() for n in ("a.json", "b.json"))
     assert sum(x != y for x, y in zip(a, b, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("recoup-plan/99", "a plan (recoup.Plan) of another version of recoup"),
+        ("recoup-jax-plan/1", "This is a plan of a JAX step (recoup.jax.JaxPlan)"),
+        ("recoup-compiled-plan/4", "This is a plan of a compiled step (recoup.CompiledPlan)"),
+        ("something", "Not a recoup plan"),
+        (None, "Not a recoup plan"),
+    ],
+)
+def test_a_plan_of_another_kind_or_version_is_called_so(schema: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        Plan.from_json({**make_plan().to_json(), "schema": schema})

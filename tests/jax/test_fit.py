@@ -13,6 +13,7 @@ import pytest
 import jax
 import recoup.jax
 from recoup.errors import InfeasibleBudget, PlanMismatch, StepError, TargetError, UsageError
+from recoup.jax.evidence import _largest
 from tests.jax.models import STEPS, rnn, shape, transformer, values_of
 from tests.thorough import cases
 
@@ -34,6 +35,34 @@ def test_a_while_loop_stays_and_what_is_around_it_is_planned() -> None:
     assert f"{plan.compiled_temporary_bytes / 1024:.1f} KiB temporaries" in str(plan)
     for a, b in zip(*(jax.grad(f)(*args) for f in (loss, planned)), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5)
+
+
+def _tanhs(params: Any, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return scale * x.sum()
+
+
+def test_the_smallest_budget_has_a_name_and_arguments_have_theirs() -> None:
+    args = values_of(([shape(16, 16)] * 4, shape(64, 16)))
+    plan = recoup.jax.plan(_tanhs, *args, budget="min")
+    least = recoup.jax.frontier(_tanhs, *args).points[0]
+    assert plan.budget_bytes == plan.predicted.peak_bytes == least.peak_bytes
+    planned = recoup.jax.apply(_tanhs, plan)
+    assert planned(args[0], x=args[1]) == planned(*args) == _tanhs(*args)
+    with pytest.raises(UsageError, match="scale can only be given by name"):
+        planned(*args, scale=2.0)
+    assert recoup.jax.plan(_tanhs, *args, budget="min", actions="recompute").segments == plan.segments
+    with pytest.raises(UsageError, match="budget_text must be a text"):
+        recoup.jax.JaxPlan.from_json({**plan.to_json(), "budget_text": 999})
+
+
+def test_errors_are_of_what_is_no_number_too() -> None:
+    one, nan, inf = jnp.ones(3), jnp.array([1, jnp.nan, 1]), jnp.array([1, jnp.inf, 1])
+    for a, b in [(one, nan), (nan, one), (one, inf)]:
+        assert _largest([one, a], [one, b]) == _largest([a, one], [b, one]) == float("inf")
+    assert _largest([nan, inf], [nan, inf]) == 0
+    assert _largest([one * 1j], [one * 2j]) == 1
 
 
 def _leaves_equal(a: Any, b: Any) -> bool:

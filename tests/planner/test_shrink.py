@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recoup.planner.incumbents import Allowance, Incumbents
+from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.recompute import RecomputeStrategy
 from recoup.thresholds import MOST_TRIES
 from tests.planner.fake import FakeJudge, candidate, regions
@@ -14,23 +15,36 @@ ESTIMATES = {1: 100_000, 2: 100_700, 3: 108_000}  # bytes of plans with as many 
 SIMULATED = {1: 99_000, 2: 97_000, 3: 96_000}
 
 
-def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dict[int, int] = SIMULATED) -> list[int]:
-    """Returns the numbers of regions of the plans that are proposed."""
+def proposed(
+    num_ops: int,
+    estimates: dict[int, int] = ESTIMATES,
+    simulated: dict[int, int] = SIMULATED,
+    *,
+    known_bytes: int = 200_000,
+    shares: dict[str, float] | None = None,
+) -> list[int]:
+    """Returns the numbers of regions of the plans that are proposed.
+
+    Args:
+        known_bytes: the smallest peak before. shares: of its estimate that the view's leanest plan took before.
+    """
 
     def solution(budget_bytes: int) -> Any:
         num = max((n for n, nbytes in estimates.items() if nbytes <= budget_bytes), default=1)
         return SimpleNamespace(choice=num, peak_bytes=estimates[num])
 
     judge = FakeJudge()
-    judge.plain = candidate((), 200_000, 10.0)
+    judge.plain = candidate((), known_bytes, 10.0)
     solver = SimpleNamespace(leanest=lambda: solution(0), solve=solution)
-    view = SimpleNamespace(solver=solver, decide=regions, fixed_bytes=0)
-    step = SimpleNamespace(
+    view = SimpleNamespace(name="all", solver=solver, decide=regions, fixed_bytes=0)
+    step: Any = SimpleNamespace(
+        shares=shares or {},
+        leanest_of=lambda views, incumbents: PlannedStep.leanest_of(step, views, incumbents),
         views=SimpleNamespace(based=SimpleNamespace(views=[view])),
         allowance=lambda incumbents: Allowance(num_ops=num_ops, began_at=0),
     )
     incumbents = Incumbents(judge)
-    strategy = RecomputeStrategy(step)  # type: ignore[arg-type]  # the part of a step that it asks
+    strategy = RecomputeStrategy(step)  # the part of a step that it asks
     found = []
     proposals = strategy.shrink(incumbents)
     try:
@@ -63,3 +77,9 @@ def test_where_estimates_hold_no_other_plan_is_tried() -> None:
     assert proposed(1_000, simulated=ESTIMATES) == [1]
     near = {1: 100_000, 2: 100_150, 3: 100_700}  # the second is so near that it may be the smallest all the same
     assert proposed(1_000, near, near) == [1, 2]
+
+
+def test_a_view_far_above_the_smallest_peak_is_left_out() -> None:
+    assert proposed(1_000, known_bytes=96_000) == [1]  # estimates may be off by as much
+    assert proposed(1_000, known_bytes=95_000) == []
+    assert proposed(1_000, known_bytes=95_000, shares={"all": 0.99}) == [1]  # this view's was

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup import _torch
@@ -98,6 +99,25 @@ def test_a_step_that_goes_another_way_is_recorded(kind: str, monkeypatch: pytest
         assert len(followed) == 6
         assert programs_of(applied) == 1
         assert copy.deepcopy(applied._state).rederived_calls is not applied._state.rederived_calls  # type: ignore[union-attr]
+
+
+def test_steps_of_borrowed_weights_are_others() -> None:
+    """`functional_call` puts tensors in the parameters' place: nothing is rebuilt from these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1))
+    applied = apply_decisions(model, [Rederive(path="")])
+
+    def rederived(weights: dict[str, Tensor] | None = None) -> int:
+        before = applied.log.num_rederived
+        x = torch.randn(64, 32)
+        (model(x) if weights is None else functional_call(model, weights, (x,))).square().mean().backward()
+        return applied.log.num_rederived - before
+
+    num = rederived()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    for _ in range(4):
+        assert rederived(weights) < num
+    assert [rederived() for _ in range(3)] == [num] * 3
 
 
 def test_steps_whose_graphs_live_side_by_side() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 import torch
 
@@ -40,6 +43,29 @@ def _place(name: str) -> str | None:
         return None
     _, installed, below = name.rpartition("site-packages/")
     return below if installed else "/".join(Path(name).parts[-3:]).removeprefix("//")
+
+
+class Handle(weakref.ref):  # type: ignore[type-arg]
+    """A storage that may die, and where its record is.
+
+    Attributes:
+        address, index: of the storage, and of its record. is_own: whether the record ends with it.
+    """
+
+    __slots__ = ("address", "index", "is_own")
+    address: int
+    index: int
+    is_own: bool
+
+    def __init__(self, storage: Any, died: Callable[[Handle], None], index: int, *, is_own: bool = True) -> None:
+        super().__init__(storage, died)  # type: ignore[call-arg]
+        self.address = storage._cdata
+        self.index = index
+        self.is_own = is_own
+
+    def __new__(cls, storage: Any, died: Callable[[Handle], None], index: int, *, is_own: bool = True) -> Self:
+        """Makes it as a weak reference is made."""
+        return super().__new__(cls, storage, died)
 
 
 class StorageRecord:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from recoup.capture.function_calls import FunctionCalls
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.last_op import LastOp
 from recoup.capture.op_cache import FakeResults
-from recoup.capture.records import OpRecord, StorageRecord
+from recoup.capture.records import Handle, OpRecord, StorageRecord
 from recoup.capture.remade_views import RemadeViews
 from recoup.errors import UsageError
 from recoup.ir.trace import Category, Copy, Phase, Signature
@@ -41,12 +40,6 @@ class Bridge(Protocol):
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
         """Whether an op of backward belongs to a folded call, and is therefore not recorded."""
-
-
-class _Handle(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("address", "index")
-    address: int
-    index: int
 
 
 @_torch.without_dynamo_wrapper
@@ -104,14 +97,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
         self._signature_of: dict[Any, int] = {}
-        self._handles: dict[int, _Handle] = {}
+        self._handles: dict[int, Handle] = {}
         self._node_numbers: list[int] = []
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
         self._last_op = LastOp()
         self._remade_views = RemadeViews()
         self._functions, self._formulas = FunctionCalls(), Formulas()
-        self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
+        self._died: list[Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
     @property
     def storages(self) -> list[StorageRecord]:
@@ -130,7 +123,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if self._handles.get(handle.address) is handle:
                 del self._handles[handle.address]
             record = self._storages[handle.index]
-            record.free_op = max(last_op, record.alloc_op)
+            record.free_op = max(last_op, record.alloc_op) if handle.is_own else record.free_op
 
     @property
     def fake_mode(self) -> Any:
@@ -170,10 +163,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             nbytes = 0  # a scalar on the host takes nothing of the device
         if alloc_op < 0 and category == "temporary":
             category, label = self.outside.get(address, (category, label))
-        handle = _Handle(storage, self._died.append)
-        handle.address = address
-        handle.index = len(self._storages)
-        self._handles[address] = handle
+        handle = self._handles[address] = Handle(storage, self._died.append, len(self._storages))
         self._storages.append(StorageRecord(nbytes, category, alloc_op, len(self._storages), label))
         return handle.index
 
@@ -186,6 +176,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             else:
                 found += [self._index(part, "temporary", alloc_op, label) for part in dense_parts(tensor)]
         return tuple(found)
+
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        return _is_plain(tensor) and tensor.untyped_storage()._cdata in self.outside
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
@@ -295,6 +288,10 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 "no plan and takes them."
             )
         call, origin = self._origin(index)
+        if func.is_view and self._is_outside(tensors[0]) and _torch.is_fake(outputs[0]):
+            # Fakes of what is real, and there once: a weight that is not the model's, transposed.
+            storage = outputs[0].untyped_storage()
+            self._handles[storage._cdata] = Handle(storage, self._died.append, inputs[0], is_own=False)
         new = self._indices(outputs, index, name)
         signature = self._signature(func, args, kwargs, out)
         self._bury()

@@ -95,6 +95,11 @@ def compile(  # as torch.compile
         >>> model(torch.randn(256, 64)).mean().backward()
         >>> handle.remove()
     """
+    if isinstance(budget, str) and (budget.strip().endswith("%") or budget.strip().lower() in ("min", "auto")):
+        raise UsageError(
+            f"budget={budget!r} is of a step that was measured, and `compile` runs none. Give bytes, as '8GiB', or use "
+            f"recoup.fit(model, batch, budget={budget!r}, compiled=True)."
+        )
     budget_bytes, options = parse_bytes(budget), CompileOptions.of(compiled)
     _refuse(model)
     above = storage_bytes([*model.parameters(), *model.buffers()])

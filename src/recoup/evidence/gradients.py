@@ -104,7 +104,7 @@ class Comparison:
     @property
     def holds(self) -> bool:
         """Whether loss and gradients are equal bit for bit or within the bound, and everything else is equal."""
-        within = max(self.max_gradient_error, self.loss_error) <= self.error_bound
+        within = 0 < self.error_bound >= max(self.max_gradient_error, self.loss_error)
         values = within or (self.loss_equal and self.gradients_equal)
         return values and self.same_gradient_set and self.buffers_equal and self.rng_equal
 
@@ -151,7 +151,7 @@ def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
     worst = 0.0
     for name, gradient in plain.gradients.items():
         other = scaled.gradients.get(name)
-        if gradient is not None and other is not None and gradient.is_floating_point():
+        if gradient is not None and other is not None and _has_nan(gradient):
             other = other.to(gradient.device)
             worst = max(worst, _relative_error(gradient, other, smallest, times=NOISE_FACTOR))
     return worst
@@ -218,7 +218,7 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return all(map(equal_values, dense_parts(a), dense_parts(b)))
     if torch.equal(a, b):
         return True
-    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return _has_nan(a) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 _SMALL_SHARE = 1e-3  # of the norm of all gradients: errors of smaller ones are relative to that
@@ -249,11 +249,20 @@ def in_host_memory(tensor: torch.Tensor, room: HostRoom) -> torch.Tensor:
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
-    return math.sqrt(sum(_norm(g) ** 2 for g in gradients.values() if g is not None and g.is_floating_point()))
+    return math.sqrt(sum(_norm(g) ** 2 for g in gradients.values() if g is not None and _has_nan(g)))
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Whether there are NaNs of its dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float, *, times: float = 1.0) -> float:
-    """Returns ||a - b / times|| / ||a||, or over `smallest` where that is more."""
+    """Returns ||a - b / times|| / ||a||, or over `smallest` where that is more.
+
+    NaNs and infinities in the same places are no difference; infinity if there are others. The norm is that of what is
+    finite.
+    """
     return _norm(a, b, times=times) / max(_norm(a), smallest, 1e-300)
 
 
@@ -264,9 +273,14 @@ def _norm(a: torch.Tensor, b: torch.Tensor | None = None, *, times: float = 1.0)
     others = [None] * len(chunks) if b is None else torch.split(_flat(b), ASIDE_ELEMENTS)
     total = 0.0
     for x, y in zip(chunks, others, strict=True):
-        difference = x.to(wide) if y is None else x.to(wide) - y.to(wide) / times
-        total += float(difference.abs().square().sum())
-    return math.sqrt(total)
+        x = x.to(wide)
+        if y is None:
+            x = torch.where(x.isfinite(), x, 0)
+        else:
+            y = y.to(wide) / times
+            x = torch.where((x == y) | (x.isnan() & y.isnan()), 0, x - y)
+        total += float(x.abs().square().sum())
+    return math.inf if math.isnan(total) else math.sqrt(total)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

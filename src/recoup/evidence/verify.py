@@ -45,7 +45,7 @@ from recoup._pytree import first_half, iterate_tensors, num_rows
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
-from recoup.errors import RecoupError, StepOutOfMemory, UsageError
+from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError, first_line
 from recoup.evidence.deterministic import deterministic_kernels, is_without_deterministic_kernel
 from recoup.evidence.gradients import (
     Comparison,
@@ -90,6 +90,7 @@ def verify_plan(
 
     Raises:
         UsageError: if the model is on `meta`: there is nothing to run; or if the host lacks memory.
+        StepError: if a step fails.
         StepOutOfMemory: if the planned step, or a plain one to compare with, does not fit; says how much is needed.
     """
     check_optimizer(optimizer)
@@ -110,8 +111,14 @@ def verify_plan(
             verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
         except Exception as error:
-            if isinstance(error, RecoupError) or not is_allocation_failure(error):
+            if isinstance(error, RecoupError):
                 raise
+            if not is_allocation_failure(error):  # the user's model and loss may raise anything
+                raise StepError(
+                    f"A step of {type(model).__name__} failed while the plan was verified: {type(error).__name__}: "
+                    f"{first_line(error).rstrip('.')}. Is it the batch and the step (step=, loss=, inputs=, targets=) "
+                    "that the plan was made for? The error that this one was raised from says where."
+                ) from error
             if (lacking := host_memory_error(error)) is not None:
                 raise UsageError(
                     f"{type(model).__name__} on {device} cannot be verified on this host: {lacking}. Free some, use a "

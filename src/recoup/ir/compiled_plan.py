@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recoup.errors import UsageError
+from recoup.ir.fields import check_schema
 from recoup.thresholds import MOST_NAMES
 from recoup.units import format_bytes
 
@@ -88,8 +88,7 @@ class CompiledPlan:
         Raises:
             UsageError: if it is something else.
         """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"Not a plan of a compiled step: its schema is {data.get('schema')!r}, not {SCHEMA!r}.")
+        check_schema(data, SCHEMA)
         graphs = tuple(
             CompiledGraph(
                 **{

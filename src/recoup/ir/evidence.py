@@ -85,7 +85,7 @@ class Evidence:
         """Whether loss and gradients are what was promised: equal bits, or within the bound of a plan with tiles."""
         if self.gradients_equal and self.loss_equal:
             return True
-        return max(self.max_gradient_error, self.loss_error) <= self.error_bound and self.same_gradient_set
+        return 0 < self.error_bound >= max(self.max_gradient_error, self.loss_error) and self.same_gradient_set
 
     @property
     def within_budget(self) -> bool:
@@ -192,7 +192,7 @@ def _rows(evidence: Evidence) -> list[tuple[str, str]]:
 def _exactness(evidence: Evidence) -> str:
     if evidence.gradients_equal:
         return "bit-equal to plain, every one"
-    if evidence.max_gradient_error <= evidence.error_bound:
+    if 0 < evidence.error_bound >= evidence.max_gradient_error:
         why = "tiles sum in another order" if evidence.plain_repeats else "plain steps differ by as much"
         return (
             f"equal to plain within rounding ({why}): largest relative error {evidence.max_gradient_error:.1e}, "
@@ -204,7 +204,7 @@ def _exactness(evidence: Evidence) -> str:
 def _loss(evidence: Evidence) -> str:
     if evidence.loss_equal:
         return "bit-equal"
-    held = evidence.loss_error <= evidence.error_bound
+    held = 0 < evidence.error_bound >= evidence.loss_error
     return f"equal within rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
 
 

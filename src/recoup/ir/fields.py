@@ -69,6 +69,31 @@ def shown(value: Any) -> str:
     return text if len(text) <= TEXT_COLUMNS else f"{text[:TEXT_COLUMNS]}..."
 
 
+def check_schema(data: Any, schema: str) -> None:
+    """Raises UsageError unless `data` is a JSON object of a schema: "kind/version"."""
+    found = data.get("schema") if isinstance(data, Mapping) else None
+    if found == schema:
+        return
+    kind = _KINDS[schema.partition("/")[0]]
+    other = _KINDS.get(str(found).partition("/")[0])
+    if other is None:
+        what = shown(found) if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        raise UsageError(f"Not a recoup plan: expected schema {schema!r}, found {what}. Plan again.")
+    if other != kind:
+        raise UsageError(f"This is {other}, schema {shown(found)}; what is asked for is {kind}, schema {schema!r}.")
+    raise UsageError(
+        f"This is {kind} of another version of recoup: its schema is {shown(found)}, and this one reads {schema!r}. "
+        "Plan again with this version, or read it with the one that wrote it."
+    )
+
+
+_KINDS = {
+    "recoup-plan": "a plan (recoup.Plan)",
+    "recoup-jax-plan": "a plan of a JAX step (recoup.jax.JaxPlan)",
+    "recoup-compiled-plan": "a plan of a compiled step (recoup.CompiledPlan)",
+}
+
+
 def read_fields(kind: type[T], data: Any, where: str, **ready: Any) -> T:
     """Returns an instance of a dataclass from a JSON object; fields with a default may be missing.
 

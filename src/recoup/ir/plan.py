@@ -12,7 +12,7 @@ from typing import Any
 from recoup.errors import UsageError
 from recoup.ir import html
 from recoup.ir.decision import DECISIONS, Decision, Region, read_decision
-from recoup.ir.fields import read_fields, shown
+from recoup.ir.fields import check_schema, read_fields, shown
 from recoup.ir.text import format_decisions, format_percent, format_rows, format_share, width
 from recoup.units import format_bytes, format_flops, format_seconds
 
@@ -139,9 +139,7 @@ class Plan:
         Raises:
             UsageError: if it is not a plan of this schema, or a decision does not fit its action.
         """
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise UsageError(f"Not a recoup plan: expected schema {SCHEMA!r}, found {shown(found)}. Plan again.")
+        check_schema(data, SCHEMA)
         if not isinstance(data.get("decisions"), list):
             raise UsageError(f"The plan's decisions must be a list; got {shown(data.get('decisions'))}.")
         fields = {k: v for k, v in data.items() if k not in ("schema", "decisions", "predicted")}
@@ -170,7 +168,7 @@ class Plan:
         except RecursionError:
             raise UsageError(f"{shown(str(path))} is no plan: its JSON is nested too deeply.") from None
         except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
-            raise UsageError(f"{shown(str(path))} is not JSON: {shown(str(error))}.") from None
+            raise UsageError(f"{shown(str(path))} is not JSON: {shown(str(error))}. Give what `save` wrote.") from None
         return cls.from_json(data)
 
     def __repr__(self) -> str:

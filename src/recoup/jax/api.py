@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from recoup.jax.rebuild import run
 from recoup.jax.trace import Step, holds_arrays, on_one_device, trace
 from recoup.jax.writing import check_fingerprint, infeasible, over_compiled, write_plan
 from recoup.thresholds import MOST_TRIES
-from recoup.units import check_budget, parse_budget
+from recoup.units import check_budget, is_minimum, parse_budget
 
 Loss = Callable[..., Any]
 ACTIONS = ("recompute", "offload")
@@ -75,9 +76,10 @@ def planner_for(
 ) -> Planner:
     """Returns what answers every budget of a step; the arguments are those of `plan`."""
     costs = costs_for(device)
+    actions = (actions,) if isinstance(actions, str) else tuple(actions)
     unknown = sorted(set(actions) - set(ACTIONS))
     if unknown or "recompute" not in actions:
-        raise UsageError(f"actions={tuple(actions)!r}: a JAX step's are recompute, and offload beside it.")
+        raise UsageError(f"actions={actions!r}: a JAX step's are recompute, and offload beside it.")
     if "offload" in actions and device is None:
         raise UsageError(
             "actions has offload, and no device is named: what a copy to the host takes is its link's matter. Set "
@@ -147,7 +149,8 @@ def plan(
 
 def _plan(planner: Planner, budget: int | str, *, confirm: bool = False, must: bool = True) -> JaxPlan:
     """Returns the plan; `must`: raise where none that was compiled fits."""
-    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.peak_bytes(planner.plain))
+    least = planner.peak_bytes(planner.leanest()) if is_minimum(budget) else None
+    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.peak_bytes(planner.plain), minimum_bytes=least)
     found = planner.best(budget_bytes)
     if found is None:
         raise infeasible(planner, budget_bytes)
@@ -202,7 +205,16 @@ def apply(step: Loss, plan: JaxPlan) -> Loss:
         )
 
     @functools.wraps(step)
-    def planned(*args: Any) -> Any:
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            bound = inspect.signature(step).bind(*args, **kwargs)
+            if bound.kwargs:
+                raise UsageError(
+                    f"The planned step takes the arguments that the plan was made for, by position; "
+                    f"{', '.join(bound.kwargs)} can only be given by name. Give them to the step beforehand: "
+                    "functools.partial."
+                )
+            args = bound.args
         traced = trace(step, args, tuple(range(len(args))), has_aux=True, is_loss=False)
         check_fingerprint(traced, plan)
         return jax.tree.unflatten(traced.result, run(traced.program, plan.segments, traced.arrays_of(args)))

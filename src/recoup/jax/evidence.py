@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -201,11 +202,17 @@ def _seconds(function: Any, arrays: Any) -> float:
 
 
 def _error(plain: Any, planned: Any) -> float:
-    """Returns the largest difference over the largest plain value; nan equals nan."""
-    a, b = np.asarray(plain).astype(np.float64), np.asarray(planned).astype(np.float64)
-    if a.size == 0 or np.array_equal(a, b, equal_nan=True):
+    """Returns the largest difference over the largest finite plain value; nan equals nan, infinity if others differ."""
+    arrays = np.asarray(plain), np.asarray(planned)
+    wide = np.complex128 if any(np.issubdtype(array.dtype, np.complexfloating) for array in arrays) else np.float64
+    a, b = (array.astype(wide) for array in arrays)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if same.all():
         return 0.0
-    return float(np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1.0))
+    largest = float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) or 1.0
+    with np.errstate(invalid="ignore"):  # infinity less infinity is no difference
+        error = float(np.max(np.abs(np.where(same, 0.0, a - b)))) / largest
+    return math.inf if math.isnan(error) else error
 
 
 def _largest(plain: Sequence[Any], planned: Sequence[Any]) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
+from recoup.ir.fields import check_schema, read_fields
 from recoup.ir.plan import Prediction
 from recoup.jax.layout import Segment, segment_from_json
 
@@ -56,23 +57,16 @@ class JaxPlan:
         """Reads what `to_json` returned.
 
         Raises:
-            UsageError: if it is not a plan of this schema.
+            UsageError: if it is not a plan of this schema, or a field does not fit.
         """
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        if found != SCHEMA:
-            raise UsageError(f"Not a recoup plan of a JAX step: expected schema {SCHEMA!r}, found {found!r}.")
-        fields = {k: v for k, v in data.items() if k != "schema"}
+        check_schema(data, SCHEMA)
+        fields = {k: v for k, v in data.items() if k not in ("schema", "predicted", "segments")}
+        predicted = read_fields(Prediction, data.get("predicted"), "The plan's prediction")
         try:
-            predicted = dict(fields["predicted"])
-            predicted["tensors"] = tuple((str(n), int(b)) for n, b in predicted["tensors"])
-            fields["predicted"] = Prediction(**predicted)
-            fields["segments"] = tuple(map(segment_from_json, fields["segments"]))
-            fields["names"] = tuple((str(n), int(b)) for n, b in fields["names"])
-            fields["notes"] = tuple(fields["notes"])
-            fields["versions"] = tuple((str(a), str(b)) for a, b in fields["versions"])
-            return cls(**fields)
+            segments = tuple(map(segment_from_json, data["segments"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"Not a complete recoup plan of a JAX step: {error}.") from error
+        return read_fields(cls, fields, "The plan", predicted=predicted, segments=segments)
 
     @classmethod
     def load(cls, path: str | Path) -> JaxPlan:
@@ -86,7 +80,7 @@ class JaxPlan:
         except FileNotFoundError:
             raise UsageError(f"No plan file at {str(path)!r}.") from None
         except json.JSONDecodeError as error:
-            raise UsageError(f"{str(path)!r} is not JSON: {error}.") from None
+            raise UsageError(f"{str(path)!r} is not JSON: {error}. Give what `save` wrote.") from None
         return cls.from_json(data)
 
     def __str__(self) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator, Sequence
 
-from recoup.ir.decision import LossInPlace
+from recoup.ir.decision import Decision, LossInPlace
 from recoup.ir.trace import Trace
-from recoup.planner.incumbents import EFFORTS, SEARCH_OPS, Allowance, Effort, Incumbents
+from recoup.planner.incumbents import EFFORTS, SEARCH_OPS, Allowance, Candidate, Effort, Incumbents
 from recoup.planner.simulator import Simulator
 from recoup.planner.strategies.scan_plans import ScanPlans
-from recoup.planner.views import ViewMaker, ViewSet
+from recoup.planner.views import View, ViewMaker, ViewSet
 from recoup.solver.loops import StepLoop
+from recoup.thresholds import ESTIMATE_SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +27,7 @@ class PlannedStep:
         views: makes views of it for solvers.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         effort: how much searches may simulate once a plan fits.
+        shares: of its estimate that the leanest plan of a view took, by the view's name, as simulated last.
     """
 
     simulator: Simulator
@@ -34,6 +37,7 @@ class PlannedStep:
     views: ViewMaker
     host_budget_bytes: int | None = None
     effort: Effort = "normal"
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def allowance(self, incumbents: Incumbents) -> Allowance:
         """Returns the allowance of a search that begins now: one answer at least."""
@@ -49,6 +53,28 @@ class PlannedStep:
         fastest = min(fitting, key=lambda c: c.step_seconds, default=None)
         is_plain = fastest is not None and not any(isinstance(d, LossInPlace) for d in fastest.decisions)
         return self.views.plain if is_plain else self.views.based
+
+    def leanest_of(
+        self, views: Sequence[View], incumbents: Incumbents
+    ) -> Generator[tuple[Decision, ...], Candidate, list[tuple[View, Candidate]]]:
+        """Yields the leanest plan of each view and returns the views with these, but for those not worth a simulation.
+
+        These are views whose estimate is far above the smallest peak, if it is as far off as that of a view of this
+        name or of these views was.
+        """
+        found: list[tuple[View, Candidate]] = []
+        shares: list[float] = []
+        for view in views:
+            leanest = view.solver.leanest()
+            estimated_bytes = leanest.peak_bytes + view.fixed_bytes
+            share = min([self.shares.get(view.name, 1.0), *shares])
+            if estimated_bytes * share > incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
+                continue
+            candidate = yield view.decide(leanest.choice)
+            self.shares[view.name] = candidate.peak_bytes / estimated_bytes
+            shares.append(self.shares[view.name])
+            found.append((view, candidate))
+        return found
 
     @property
     def calls_trace(self) -> Trace:

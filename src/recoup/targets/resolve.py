@@ -122,7 +122,7 @@ def _from_file(parsed: FileTarget, text: str, given: Mapping[str, Any], device: 
             takes = ", ".join(parameters) or "nothing"
             raise TargetError(
                 f"{parsed.function}() in {parsed.path} has no parameter {name!r} (it takes {takes}), so it "
-                f"cannot be chosen. Add the parameter, or leave out --{name} where it was given."
+                f"cannot be chosen, by --{name} or by a command that looks for the largest. Add the parameter."
             )
     return _checked(_guarded(parsed, lambda: function(**given)), parsed, text, device)
 

@@ -55,7 +55,7 @@ class ByHandStrategy(Strategy):
 def whole_kinds(step: PlannedStep, incumbents: Incumbents, tiles: Decisions = ()) -> Proposals:
     """Yields what people would try: every call of a kind that repeats, with and without rederive around it.
 
-    Kinds that save the most come first; two in a row far above the smallest peak known end it.
+    Kinds that save the most come first; one far above the smallest peak known ends it.
 
     Args:
         tiles: added to all of it.
@@ -68,7 +68,6 @@ def whole_kinds(step: PlannedStep, incumbents: Incumbents, tiles: Decisions = ()
         ambients.append(EVERYWHERE)
     if "recompute" not in step.actions:
         return
-    was_far = False
     for paths in _repeated_kinds(step):
         if allowance.is_spent(incumbents):
             return
@@ -81,10 +80,8 @@ def whole_kinds(step: PlannedStep, incumbents: Incumbents, tiles: Decisions = ()
                 offloaded = (*ambient, *(Offload(path=p, inside=inside) for p in paths))
                 for decisions in (with_inputs_offloaded(regions), offloaded):
                     found.append((yield with_tiles((*decisions, *scans), tiles)))
-        is_far = min(c.peak_bytes for c in found) > incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE)
-        if is_far and was_far:
+        if min(c.peak_bytes for c in found) > incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
             return
-        was_far = is_far
 
 
 def _repeated_kinds(step: PlannedStep) -> list[list[str]]:

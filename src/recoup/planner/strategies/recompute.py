@@ -9,7 +9,6 @@ from recoup.planner.repair import repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
-from recoup.planner.views import View
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE
 
 
@@ -40,32 +39,29 @@ class RecomputeStrategy(Strategy):
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest plan of each view, then what its solver takes for little more: estimates may be off.
 
-        It goes on for as long as the smallest would be one that is off as far as any was so far, and as they differ.
+        It goes on for as long as the smallest would be one that is as much smaller than estimated as any was so far,
+        and as much again.
         """
         allowance = self._step.allowance(incumbents)
-        near: list[tuple[View, int]] = []
-        tried: set[Decisions] = set()
-        shares = [1.0]  # of its estimate that a plan takes, beside the one that it should
-        for view in self._step.views.based.views:
-            leanest = view.solver.leanest()
-            tried.add(view.decide(leanest.choice))
-            candidate = yield view.decide(leanest.choice)
-            shares.append(candidate.peak_bytes / (leanest.peak_bytes + view.fixed_bytes))
-            if candidate.peak_bytes <= incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
-                near.append((view, leanest.peak_bytes))
-        for view, estimated_bytes in near:
-            num_larger = 0
+        found = yield from self._step.leanest_of(self._step.views.based.views, incumbents)
+        tried: set[Decisions] = {candidate.decisions for _, candidate in found}
+        least_share = min(
+            [1.0, *(self._step.shares[view.name] for view, _ in found)]
+        )  # of its estimate that a plan takes
+        far_bytes = incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE)
+        for view in [view for view, candidate in found if candidate.peak_bytes <= far_bytes]:
+            estimated_bytes, num_larger = view.solver.leanest().peak_bytes, 0
             for step in range(1, round(ESTIMATE_SHARE / NEGLIGIBLE_SHARE) + 1):
-                found = view.solver.solve(int(estimated_bytes * (1 + step * NEGLIGIBLE_SHARE)))
+                solution = view.solver.solve(int(estimated_bytes * (1 + step * NEGLIGIBLE_SHARE)))
                 least_bytes = incumbents.least().peak_bytes
-                expected_bytes = (found.peak_bytes + view.fixed_bytes) * (2 * min(shares) - max(shares))
+                expected_bytes = (solution.peak_bytes + view.fixed_bytes) * (2 * least_share - 1)
                 is_hopeless = expected_bytes > least_bytes * (1 + NEGLIGIBLE_SHARE)
                 if is_hopeless or num_larger >= MOST_TRIES or allowance.is_spent(incumbents):
                     break
-                decisions = view.decide(found.choice)
+                decisions = view.decide(solution.choice)
                 if decisions in tried:
                     continue
                 tried.add(decisions)
                 candidate = yield decisions
-                shares.append(candidate.peak_bytes / (found.peak_bytes + view.fixed_bytes))
+                least_share = min(least_share, candidate.peak_bytes / (solution.peak_bytes + view.fixed_bytes))
                 num_larger = 0 if candidate.peak_bytes < least_bytes else num_larger + 1

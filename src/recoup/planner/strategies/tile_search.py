@@ -75,8 +75,7 @@ class TileStrategy(Strategy):
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest plan with each set of tiles, then the leanest of all with ever smaller tiles."""
         for tiles, views, moving in self.found.sets:
-            for view in (*views, *moving):
-                yield view.decide(view.solver.leanest().choice)
+            yield from self._step.leanest_of((*views, *moving), incumbents)
             yield from whole_kinds(self._step, incumbents, tiles.tiles)
         while True:
             least = incumbents.least()

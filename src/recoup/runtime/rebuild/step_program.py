@@ -194,7 +194,9 @@ def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
     dims = [len(shape) if isinstance(shape, torch.Size) else shape for shape in shapes]
     has_grad = tuple([tensor.requires_grad for tensor in tensors])  # more is saved in layers without gradients, then
-    rest = module is not None and module.training, tuple(kwargs), _torch.is_autocast(), has_grad
+    # `functional_call` puts tensors in the parameters' place, which nothing is rebuilt from.
+    weight = None if module is None else type(next(module.parameters(), None))
+    rest = module is not None and module.training, weight, tuple(kwargs), _torch.is_autocast(), has_grad
     return StepKey((rest, tuple(shapes)), (rest, tuple(dims)))
 
 
