@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.recompute.scope import scope
 
 _runs: queue.SimpleQueue[_Counting] = queue.SimpleQueue()  # no state that a replay puts back
 
@@ -42,10 +43,12 @@ class _Chain(nn.Module):
         return x.square().mean()
 
 
-def _compare(order: Sequence[str], plan: Sequence[Decision]) -> dict[str, int]:
+def _compare(order: Sequence[str], plan: Sequence[Decision], frozen: Sequence[str] = ()) -> dict[str, int]:
     """Checks that gradients are equal with the plan; returns how often each convolution ran under it."""
     torch.manual_seed(0)
     model, x = _Chain(order), torch.randn(2, 4, 16, 16)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     model(x).backward()
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -86,3 +89,11 @@ def test_one_span_after_another_over_the_same_modules() -> None:
     order = ["a", "pool", "b", "pool", "a", "pool", "b"]
     runs = _compare(order, [_span("a", "pool", "b", call=0)])
     assert runs == {"a": 3, "b": 3, "c": 0, "d": 0}
+
+
+def test_a_span_goes_on_behind_calls_that_are_frozen() -> None:
+    """They save nothing, so no graph needs the span yet."""
+    assert _compare("abcd", [_span("a", "b", "c")]) == dict.fromkeys("abc", 2) | {"d": 1}
+    assert _compare("abcd", [_span("a", "b", "c")], frozen="a") == dict.fromkeys("abc", 2) | {"d": 1}
+    assert _compare("abcd", [_span("a", "b", "c")], frozen="ab") == dict.fromkeys("abc", 2) | {"d": 1}
+    assert not scope._unsaved

@@ -113,9 +113,13 @@ class StorageRecord:
 
 
 class OpRecord:
-    """An op while it is recorded; becomes an `ir.trace.Op`."""
+    """An op while it is recorded; becomes an `ir.trace.Op`.
 
-    __slots__ = ("begins_call", "call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
+    Attributes:
+        may_write: whether a step that nobody watches adds to its first input, if nobody else holds that, see `sums.py`.
+    """
+
+    __slots__ = ("begins_call", "call", "inputs", "may_write", "origin", "outputs", "phase", "replayed", "signature")
 
     def __init__(
         self,
@@ -127,7 +131,9 @@ class OpRecord:
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         begins_call: bool,
+        may_write: bool = False,
     ) -> None:
+        self.may_write = may_write
         self.signature = signature
         self.begins_call = begins_call
         self.call = call
@@ -139,4 +145,5 @@ class OpRecord:
 
     def like(self, call: int, origin: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> OpRecord:
         """Returns the same op of another call, on other storages."""
-        return OpRecord(self.signature, call, origin, self.phase, self.replayed, inputs, outputs, self.begins_call)
+        where = call, origin, self.phase, self.replayed
+        return OpRecord(self.signature, *where, inputs, outputs, self.begins_call, self.may_write)

@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.capture.module_calls import CallRecord, CallRecorder
 from recoup.capture.records import StorageRecord
+from recoup.capture.sums import let_go_before
 from recoup.capture.tracker import Tracker
 from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
@@ -42,6 +43,7 @@ def build_trace(
     for record in tracker.storages:
         if record.free_op < 0:
             record.free_op = num_ops
+    let_go_before(tracker.ops, tracker.storages)
     _set_released(tracker, released)
     writes_by_storage: dict[int, int] = {}
     for op, storage in tracker.writes:

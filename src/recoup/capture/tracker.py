@@ -18,7 +18,7 @@ from recoup import _torch
 from recoup._interrupts import let_in
 from recoup._pytree import argument_tensors, collect_tensors, iterate_tensors
 from recoup._storages import dense_parts
-from recoup.capture import repeats
+from recoup.capture import repeats, sums
 from recoup.capture.formulas import Formulas
 from recoup.capture.function_calls import FunctionCalls
 from recoup.capture.island import UNKNOWN, Island
@@ -296,7 +296,10 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         signature = self._signature(func, args, kwargs, out)
         self._bury()
         where = call, origin, self.phase, execution_context.is_recomputing()
-        self.ops.append(OpRecord(signature, *where, inputs, new, self._functions.begins(self.phase, self.call)))
+        begins = self._functions.begins(self.phase, self.call)
+        made = self._storages[inputs[0]].alloc_op if inputs and self.phase == "backward" else -1
+        may_write = made >= 0 and sums.may_write(func, tensors, made_at=self.ops[made].origin, node=origin)
+        self.ops.append(OpRecord(signature, *where, inputs, new, begins, may_write))
         if self.phase in ("forward", "loss"):
             self._last_op.note(func, outputs)
             self._remade_views.note(index, func, outputs)

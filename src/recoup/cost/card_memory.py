@@ -358,37 +358,12 @@ def _with_margin(num_bytes: int) -> int:
 def _sums_in_place(trace: Trace) -> dict[int, int]:
     """Returns, by index, summed gradients that autograd accumulates in place, and the storage they really share.
 
-    Autograd adds a gradient to one that nobody else holds in place, unless that is a view of another tensor; to fake
-    tensors it never does. A sum of a forward that runs again in backward is a new tensor.
+    Captured they are new, and what they are added to ends before them (`capture/sums.py`).
     """
     found: dict[int, int] = {}
     for i, op in enumerate(trace.ops):
-        if op.phase != "backward" or op.replayed or op.signature < 0:
-            continue
-        if trace.signatures[op.signature].name != "aten.add.Tensor":
-            continue
-        if not op.inputs or len(op.outputs) != 1:
-            continue
-        old, new = op.inputs[0], op.outputs[0]
-        before, after = trace.storages[old], trace.storages[new]
-        is_let_go = before.free_op == i == after.alloc_op and before.alloc_op >= 0
-        is_like = old != new and is_let_go and before.nbytes == after.nbytes
-        if is_like and not _is_view(trace, old, before.alloc_op, i):
-            found[new] = old
+        if op.phase == "backward" and op.inputs and len(op.outputs) == 1:
+            old, new = op.inputs[0], op.outputs[0]
+            if trace.storages[old].free_op < i == trace.storages[new].alloc_op:
+                found[new] = old
     return found
-
-
-def _is_view(trace: Trace, storage: int, made: int, read: int) -> bool:
-    """Whether the tensor of a storage that an op reads is another than its first reader's: a view of what was made."""
-    first = next((i for i in range(made + 1, read) if storage in trace.ops[i].inputs), read)
-    return _spec_of(trace, storage, first) != _spec_of(trace, storage, read)
-
-
-def _spec_of(trace: Trace, storage: int, index: int) -> TensorSpec | None:
-    """Returns the first tensor of a storage among an op's arguments."""
-    op = trace.ops[index]
-    if op.signature < 0:
-        return None
-    specs = [a for a in trace.signatures[op.signature].args if isinstance(a, TensorSpec)]
-    position = op.inputs.index(storage)
-    return specs[position] if position < len(specs) else None

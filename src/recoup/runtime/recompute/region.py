@@ -89,7 +89,10 @@ def run_region(
         if span is not None:
             scope.open_span(span, frame)
     try:
-        return frame.run(member, forward, args, kwargs, previous)
+        output = frame.run(member, forward, args, kwargs, previous)
+        if span is not None and not frame.slots and isinstance(output, torch.Tensor):
+            scope.hold_open(span, frame, output)
+        return output
     except ReplayError as error:
         error.region = error.region or member.path
         raise

@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from recoup.runtime.recompute.frame import Frame
 
@@ -14,13 +16,14 @@ class _Scope(threading.local):
     """This thread's position: `depth` regions deep in a first forward, or in a replay.
 
     `spans` has the open frame of each span, None before the first. A frame lives as long as a graph needs it; a replay
-    opens its own.
+    opens its own. Where no graph needs a frame yet, its last output holds it.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.in_replay = False
         self.spans: weakref.WeakValueDictionary[int, Frame] | None = None
+        self._unsaved: dict[int, tuple[weakref.ref[torch.Tensor], Frame]] = {}
 
     def open_frame(self, span: object) -> Frame | None:
         """Returns the open frame of a span; None if there is none."""
@@ -31,6 +34,16 @@ class _Scope(threading.local):
         if self.spans is None:
             self.spans = weakref.WeakValueDictionary()
         self.spans[id(span)] = frame
+
+    def hold_open(self, span: object, frame: Frame, output: torch.Tensor) -> None:
+        """Has the frame of a span in whose calls so far nothing was saved (frozen ones) live on with their output."""
+        key, unsaved = id(span), self._unsaved
+
+        def let_go(ref: weakref.ref[torch.Tensor]) -> None:
+            if key in unsaved and unsaved[key][0] is ref:
+                del unsaved[key]
+
+        unsaved[key] = weakref.ref(output, let_go), frame
 
 
 scope = _Scope()

@@ -1,0 +1,48 @@
+"""Sums of gradients: where two gradients of a tensor meet, autograd adds the later to the earlier in place.
+
+It does so where nobody else holds the earlier one: not a view of another tensor, dense, without gradients of its own.
+Under a dispatch mode it never does (`accumulate` in torch/csrc/autograd/input_buffer.cpp asks `isTensorSubclassLike`).
+So a captured sum is a new tensor, and what it would have been added to is let go of by it. In the trace that is let go
+of before: the bytes are those of a step that nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from recoup.capture.records import OpRecord, StorageRecord, user_line
+
+
+def may_write(func: object, tensors: Sequence[torch.Tensor], *, made_at: int, node: int) -> bool:
+    """Whether an op of backward is autograd's own sum, and its first tensor one that may be written; asked as it runs.
+
+    What a node adds by itself is made by it, and what a user's `Function` or hook adds has a line of its own.
+
+    Args:
+        made_at, node: the forward ops whose nodes made the first tensor, and run now or ran last.
+    """
+    if func is not torch.ops.aten.add.Tensor or len(tensors) != 2 or torch.is_grad_enabled() or made_at == node:
+        return False
+    one, other = tensors
+    if one.layout is not torch.strided or other.layout is not torch.strided or one._is_view():
+        return False
+    is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return is_alike and _is_dense(one) and not user_line()
+
+
+def let_go_before(ops: Sequence[OpRecord], storages: Sequence[StorageRecord]) -> None:
+    """Ends what such sums are added to before them, where they are the last to read it."""
+    for index, op in enumerate(ops):
+        if op.may_write:
+            old = storages[op.inputs[0]]
+            if old.free_op == index and 0 <= old.alloc_op < index and op.inputs[0] != op.outputs[0]:
+                old.free_op = index - 1
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it fills its memory, each element once."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and all(
+        stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
