@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
+from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak, storage_bytes
 
 
@@ -99,3 +102,18 @@ def test_a_captured_peak_is_the_allocators(name: str) -> None:
         model.zero_grad()
         measured.append(measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=held))
     assert planned <= measured[-1] <= planned + 64  # a few scalars of the step are not followed
+
+
+@pytest.mark.parametrize(
+    ("name", "num_in_place"), [("branches", 2), ("a function that adds", 2), ("a hook that adds", 2)]
+)
+def test_what_a_users_code_adds_is_a_new_tensor(name: str, num_in_place: int) -> None:
+    make, shape = CASES[name]
+    trace = capture(StepSpec(model=make(), batch=torch.randn(shape), objective=Objective(step=lambda m, x: m(x))))
+    sums = [
+        (i, op)
+        for i, op in enumerate(trace.ops)
+        if op.phase == "backward" and op.signature >= 0 and trace.signatures[op.signature].name == "aten.add.Tensor"
+    ]
+    assert sum(trace.storages[op.inputs[0]].free_op < i for i, op in sums) == 2
+    assert len(sums) == 2 + (name != "branches")

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from recoup.cost.caching_allocator import CachingAllocator, OutOfCard
 from recoup.cost.card_memory import _sums_in_place
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.signature import make_signature
-from recoup.ir.trace import Op, Signature, Storage, TensorSpec
+from recoup.ir.trace import Op
 
 MIB = 1 << 20
 
@@ -165,52 +166,13 @@ def test_gradients_of_earlier_micro_batches_lie_on_the_card_too() -> None:
     assert 0.9 * one_layer < peaks[1] - peaks[0] < 2 * one_layer
 
 
-@pytest.mark.parametrize(
-    ("between", "is_a_view", "replayed", "in_place"),
-    [
-        ((), False, False, True),
-        (("view",), True, False, False),
-        (("view", "mm"), True, False, False),
-        (("view", "mm"), False, False, True),  # what reads it sees a view, the sum does not
-        ((), False, True, False),
-    ],
-)
-def test_gradients_are_summed_in_place_where_autograd_does(
-    between: tuple[str, ...], is_a_view: bool, replayed: bool, in_place: bool
-) -> None:
-    # Storage 0 is made, what is in between reads it, the sum reads it last and makes storage 2.
-    names = ("mm", *between, "aten.add.Tensor")
-    last = len(names) - 1
-    made, viewed = (TensorSpec(shape=s, stride=(1,) * len(s), dtype="float32") for s in ((4, 4), (16,)))
-    read = [made, *(made if "view" in n else viewed for n in between), viewed if is_a_view else made]
-    signatures = tuple(
-        Signature(name=n, args=(spec, spec), kwargs=(), flops=0, bytes_moved=0, output_bytes=MIB, is_view="view" in n)
-        for n, spec in zip(names, read, strict=True)
-    )
+@pytest.mark.parametrize(("ends_before", "phase"), [(True, "backward"), (False, "backward"), (False, "forward")])
+def test_a_sum_shares_the_block_of_what_ends_before_it(ends_before: bool, phase: Any) -> None:
+    # Storage 0 is made by the first op, the second adds 1 to it, which makes storage 2.
     ops = [
-        Op(
-            signature=i,
-            call=-1,
-            origin=-1,
-            phase="backward",
-            replayed=replayed,
-            inputs=(1,) if i == 0 else (0, 1) if i == last else (0,),
-            outputs=(2,) if i == last else (0,),
-        )
-        for i in range(len(names))
+        Op(signature=i, call=-1, origin=-1, phase=phase, replayed=False, inputs=inputs, outputs=outputs)
+        for i, (inputs, outputs) in enumerate([((1,), (0,)), ((0, 1), (2,))])
     ]
-    storages = [
-        Storage(
-            nbytes=MIB,
-            category="temporary",
-            alloc_op=alloc,
-            free_op=free,
-            released_op=free,
-            saved_ops=(),
-            saved_by=(),
-            label="",
-        )
-        for alloc, free in ((0, last), (-1, last), (last, last + 1))
-    ]
-    trace = SimpleNamespace(ops=ops, storages=storages, signatures=signatures)
-    assert _sums_in_place(trace) == ({2: 0} if in_place else {})  # type: ignore[arg-type]
+    lives = ((0, 0 if ends_before else 1), (-1, 1), (1, 2))
+    trace = SimpleNamespace(ops=ops, storages=[SimpleNamespace(alloc_op=a, free_op=b) for a, b in lives])
+    assert _sums_in_place(trace) == ({2: 0} if ends_before else {})  # type: ignore[arg-type]

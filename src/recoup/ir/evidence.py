@@ -127,7 +127,8 @@ class Evidence:
         if not self.ok:
             why = next(iter(self.differences), "")
             if not self.within_budget:
-                why = f"{format_bytes(self.peak_bytes)} is over the budget"
+                over_bytes = self.peak_bytes - self.budget_bytes
+                why = f"{format_bytes(self.peak_bytes)} is over the budget, by {format_bytes(over_bytes)}"
             elif self.exact:
                 why = "the step did not do what the plan said"
             return f"FAILED: {why}" if why else "FAILED: see above"

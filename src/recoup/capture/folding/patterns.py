@@ -39,8 +39,8 @@ class Pattern:
     """A relative recording.
 
     Attributes:
-        ops: (signature, phase, replayed, call, origin, inputs, outputs, begins_call); calls and origins relative to the
-            call's.
+        ops: (signature, phase, replayed, call, origin, inputs, outputs, begins_call, may_write); calls and origins
+            relative to the call's.
         births: (bytes, category, label, op, op at which it is freed; None: not within this call).
         deaths: (storage, op) of storages made elsewhere.
         saves: (ops so far, call, storage, distance back to the op that saves it).

@@ -181,7 +181,7 @@ class _Unfolder(Recording):
         where = [self._resolve(ref, key) for ref in copied.refs]
         is_forward = kind == "F"
         add = self.ops.append
-        for i, (signature, phase, replayed, of, at, inputs, outputs, begins_call) in enumerate(copied.ops, begin):
+        for i, (signature, phase, replayed, of, at, inputs, outputs, *rest) in enumerate(copied.ops, begin):
             add(
                 OpRecord(
                     signature if type(signature) is int else self._signature(signature, index),
@@ -191,7 +191,7 @@ class _Unfolder(Recording):
                     replayed,
                     tuple([where[r] for r in inputs]),
                     tuple([where[r] for r in outputs]),
-                    begins_call,
+                    *rest,
                 )
             )
         for ref, i in copied.deaths:
