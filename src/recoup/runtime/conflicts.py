@@ -41,8 +41,9 @@ def refuse_conflicts(model: nn.Module) -> None:
             )
         if type(module).__name__ in ("CheckpointWrapper", "ActivationWrapper", "CheckpointFunction"):
             raise ConflictError(
-                f"`{path or type(model).__name__}` is already wrapped by checkpoint_wrapper. Pass the model without "
-                "it: recoup decides which modules are recomputed."
+                f"`{path or type(model).__name__}` is already wrapped: a {type(module).__name__} of "
+                f"{type(module).__module__.partition('.')[0]}. Pass the model without it: recoup decides which modules "
+                "are recomputed."
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ConflictError(

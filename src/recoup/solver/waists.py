@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from recoup.solver.held import Op
@@ -57,6 +56,7 @@ def waists(
     last_read = _last_read(ops, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
     ends = _ends(ops, last_read)
+    outputs = [[(last_read.get(v, i), value_bytes[v]) for v in op.outputs] for i, op in enumerate(ops)]
     before, found = 0, [0]  # the last two waists
     older = old = 0  # the bytes at hand that crossed both of them, and the last one
     for place in range(1, len(ops)):
@@ -69,20 +69,38 @@ def waists(
         # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
         if made[place] - made[found[-1]] <= far or (allowed is not None and place not in allowed):
             continue
-        handed_on, here, narrowest = 0, crossing[place], math.inf
-        for other in range(first, end):
-            # What is made here and read beyond crosses the next waist too, wherever this one is: a loop's results.
-            if allowed is None or other in allowed:
-                narrowest = min(narrowest, crossing[other] - handed_on)
-            if other == place:
-                here = crossing[place] - handed_on
-            if other < len(ops):
-                handed_on += sum(value_bytes[v] for v in ops[other].outputs if last_read.get(v, other) >= end)
-        if here <= narrowest:
+        if _is_narrowest(place, range(first, end), crossing, outputs, allowed):
             older, old = old, crossing[place]
             before = found[-1]
             found.append(place)
     return found[1:]
+
+
+def _is_narrowest(
+    place: int,
+    window: range,
+    crossing: Sequence[int],
+    outputs: Sequence[Sequence[tuple[int, int]]],
+    allowed: Collection[int] | None,
+) -> bool:
+    """Whether fewer bytes cross no other place of a window; asked from the place on outwards, where most others are.
+
+    What is made in the window and read beyond it crosses the next waist too, wherever this one is: a loop's results.
+
+    Args:
+        outputs: of each op, the last op that reads each of its values, and their bytes.
+    """
+    handed_on, end = 0, window.stop
+    for other in range(place - 1, window.start - 1, -1):
+        handed_on += sum([nbytes for last, nbytes in outputs[other] if last >= end])
+        if crossing[other] + handed_on < crossing[place] and (allowed is None or other in allowed):
+            return False
+    handed_on = 0
+    for other in range(place + 1, end):
+        handed_on += sum([nbytes for last, nbytes in outputs[other - 1] if last >= end])
+        if crossing[other] - handed_on < crossing[place] and (allowed is None or other in allowed):
+            return False
+    return True
 
 
 def _ends(ops: Sequence[Op], last_read: Mapping[int, int]) -> list[list[tuple[int, int]]]:
