@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -243,3 +244,40 @@ def test_a_tensor_outside_of_the_model_is_there_once_however_it_is_viewed() -> N
     planned = recoup.plan(model, x, step=step, budget="100%").predicted.plain_peak_bytes
     held = storage_bytes([*model.parameters(), x, *outside])
     assert planned == measure_peak(lambda: step(model, x).backward(), device=torch.device("cpu"), held_bytes=held)
+
+
+def test_a_view_of_a_number_is_no_view() -> None:
+    """`aten._conj` of the complex number that a tensor is multiplied by."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (torch.view_as_complex(model(x)) * 1j).abs().mean()
+
+    assert recoup.plan(nn.Linear(4, 2), torch.randn(8, 4), step=step, budget="100%").decisions == ()
+
+
+class _OfTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 1 + b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient * 1, gradient * 2
+
+
+class _Summed(nn.Module):
+    """Ends in a layer whose sum is taken: logits, for all that a search for a head can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(self.layer(x.sin()))
+        h = self.layer(_OfTwo.apply(h.softmax(1), h))
+        return self.layer(torch.cat([h.sigmoid(), h.sigmoid()], 1)[:, 32:96]).sum() / h.numel()
+
+
+def test_logits_that_are_not_there_yet_are_no_state() -> None:
+    made = recoup.plan(_Summed(), torch.randn(512, 64), budget="min").predicted
+    assert made.peak_bytes <= made.plain_peak_bytes

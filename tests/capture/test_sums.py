@@ -69,6 +69,21 @@ class Branches(nn.Module):
         return (torch.tanh(x).sum() + torch.sigmoid(x).sum() + (x * x.detach()).sum()) / x.numel()
 
 
+class Alike(nn.Module):
+    """A function whose gradients are of the same memory where they meet, and are the largest there.
+
+    Its head is frozen, and little is saved; a parameter's gradient lies beside.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.function = nn.Linear(32, 32), nn.Linear(32, 1).requires_grad_(False), function
+        self.beside = nn.Parameter(torch.ones(1 << 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(self.embed(x))).square().mean() + self.beside.sum()
+
+
 def _hooked(x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: gradient + torch.ones_like(gradient))
     return x
@@ -86,6 +101,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a hook that adds": (lambda: Branches(_hooked), (512, 32)),
     "transposed": (lambda: Branches(_transposed), (512, 32)),
     "expanded": (lambda: Branches(lambda x: x.unsqueeze(0).expand(2, *x.shape)), (512, 32)),
+    "x + x": (lambda: Alike(lambda x: x + x), (1024, 32)),
+    "x + x + x": (lambda: Alike(lambda x: x + x + x), (1024, 32)),
+    "x + a view of x": (lambda: Alike(lambda x: x.view(32, -1).view(-1, 32) + x), (1024, 32)),
+    "x + its transpose": (lambda: Alike(lambda x: x + x.t()), (32, 32)),
     "residual": (lambda: nn.Sequential(Branches(lambda x: x + torch.relu(x))), (512, 32)),
 }
 

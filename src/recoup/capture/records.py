@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -112,14 +112,17 @@ class StorageRecord:
             self.saved_by.append(call)
 
 
+Sums = Literal["", "anew", "in place"]
+
+
 class OpRecord:
     """An op while it is recorded; becomes an `ir.trace.Op`.
 
     Attributes:
-        may_write: whether a step that nobody watches adds to its first input, if nobody else holds that, see `sums.py`.
+        sums: what it is of autograd's own sums of gradients, see `sums.py`.
     """
 
-    __slots__ = ("begins_call", "call", "inputs", "may_write", "origin", "outputs", "phase", "replayed", "signature")
+    __slots__ = ("begins_call", "call", "inputs", "origin", "outputs", "phase", "replayed", "signature", "sums")
 
     def __init__(
         self,
@@ -131,9 +134,9 @@ class OpRecord:
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         begins_call: bool,
-        may_write: bool = False,
+        sums: Sums = "",
     ) -> None:
-        self.may_write = may_write
+        self.sums: Sums = sums
         self.signature = signature
         self.begins_call = begins_call
         self.call = call
@@ -146,4 +149,4 @@ class OpRecord:
     def like(self, call: int, origin: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> OpRecord:
         """Returns the same op of another call, on other storages."""
         where = call, origin, self.phase, self.replayed
-        return OpRecord(self.signature, *where, inputs, outputs, self.begins_call, self.may_write)
+        return OpRecord(self.signature, *where, inputs, outputs, self.begins_call, self.sums)

@@ -12,30 +12,35 @@ from collections.abc import Sequence
 
 import torch
 
-from recoup.capture.records import OpRecord, StorageRecord, user_line
+from recoup.capture.records import OpRecord, StorageRecord, Sums, user_line
 
 
-def may_write(func: object, tensors: Sequence[torch.Tensor], *, made_at: int, node: int) -> bool:
-    """Whether an op of backward is autograd's own sum, and its first tensor one that may be written; asked as it runs.
+def kind_of_sum(func: object, tensors: Sequence[torch.Tensor], made: OpRecord, *, node: int) -> Sums:
+    """Returns whether an op of backward is autograd's own sum, and may be in place; asked as it runs.
 
-    What a node adds by itself is made by it, and what a user's `Function` or hook adds has a line of its own.
+    What a node adds by itself is made by it or by such a sum, and what a user's `Function` or hook adds has a line of
+    its own.
 
     Args:
-        made_at, node: the forward ops whose nodes made the first tensor, and run now or ran last.
+        made: the op that made the first tensor. node: the forward op whose node runs now, or ran last.
     """
-    if func is not torch.ops.aten.add.Tensor or len(tensors) != 2 or torch.is_grad_enabled() or made_at == node:
-        return False
+    if func is not torch.ops.aten.add.Tensor or len(tensors) != 2 or torch.is_grad_enabled():
+        return ""
+    if (made.origin == node and not made.sums) or user_line():
+        return ""
     one, other = tensors
-    if one.layout is not torch.strided or other.layout is not torch.strided or one._is_view():
-        return False
+    if one.layout is not torch.strided or other.layout is not torch.strided or one._is_view() or not _is_dense(one):
+        return "anew"
+    if one.untyped_storage() is other.untyped_storage():  # of `x + x`: then two hold it
+        return "anew"
     is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return is_alike and _is_dense(one) and not user_line()
+    return "in place" if is_alike else "anew"
 
 
 def let_go_before(ops: Sequence[OpRecord], storages: Sequence[StorageRecord]) -> None:
-    """Ends what such sums are added to before them, where they are the last to read it."""
+    """Ends what sums are in place of before them, where they are the last to read it."""
     for index, op in enumerate(ops):
-        if op.may_write:
+        if op.sums == "in place":
             old = storages[op.inputs[0]]
             if old.free_op == index and 0 <= old.alloc_op < index and op.inputs[0] != op.outputs[0]:
                 old.free_op = index - 1

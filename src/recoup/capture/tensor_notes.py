@@ -113,7 +113,10 @@ class _Note:
         self.nbytes = 0
         is_data = tensor.layout is torch.strided and tensor.device.type != "meta"
         if is_data and not (tensor.is_quantized or tensor.is_nested or _torch.is_wrapper(tensor)):
-            self.alias = tensor.data
+            data = tensor.data
+            if _torch.is_fake(data):  # of a captured step, in a class of ours: logits that are not there yet
+                return
+            self.alias = data
             self.nbytes = tensor.untyped_storage().nbytes()
             if tensor.nbytes <= SMALL_BYTES:
                 self.copy_values()

@@ -288,7 +288,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 "no plan and takes them."
             )
         call, origin = self._origin(index)
-        if func.is_view and self._is_outside(tensors[0]) and _torch.is_fake(outputs[0]):
+        if func.is_view and tensors and self._is_outside(tensors[0]) and _torch.is_fake(outputs[0]):
             # Fakes of what is real, and there once: a weight that is not the model's, transposed.
             storage = outputs[0].untyped_storage()
             self._handles[storage._cdata] = Handle(storage, self._died.append, inputs[0], is_own=False)
@@ -298,8 +298,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         where = call, origin, self.phase, execution_context.is_recomputing()
         begins = self._functions.begins(self.phase, self.call)
         made = self._storages[inputs[0]].alloc_op if inputs and self.phase == "backward" else -1
-        may_write = made >= 0 and sums.may_write(func, tensors, made_at=self.ops[made].origin, node=origin)
-        self.ops.append(OpRecord(signature, *where, inputs, new, begins, may_write))
+        kind = sums.kind_of_sum(func, tensors, self.ops[made], node=origin) if made >= 0 else ""
+        self.ops.append(OpRecord(signature, *where, inputs, new, begins, kind))
         if self.phase in ("forward", "loss"):
             self._last_op.note(func, outputs)
             self._remade_views.note(index, func, outputs)

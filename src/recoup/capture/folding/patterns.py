@@ -39,7 +39,7 @@ class Pattern:
     """A relative recording.
 
     Attributes:
-        ops: (signature, phase, replayed, call, origin, inputs, outputs, begins_call, may_write); calls and origins
+        ops: (signature, phase, replayed, call, origin, inputs, outputs, begins_call, sums); calls and origins
             relative to the call's.
         births: (bytes, category, label, op, op at which it is freed; None: not within this call).
         deaths: (storage, op) of storages made elsewhere.

@@ -209,7 +209,7 @@ class Recording:
                 raise Irregular(path, "an op stems from outside of its call")
             signature = op.signature if not is_gap else self.kind_of(op.signature)
             arguments = refs(op.inputs), refs(op.outputs)
-            ops.append((signature, op.phase, op.replayed, *where, *arguments, op.begins_call, op.may_write))
+            ops.append((signature, op.phase, op.replayed, *where, *arguments, op.begins_call, op.sums))
         births = []
         for s in range(*segment.storages):
             record = tracker.storages[s]
