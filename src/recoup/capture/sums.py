@@ -1,6 +1,6 @@
 """Sums of gradients: where two gradients of a tensor meet, autograd adds the later to the earlier in place.
 
-It does so where nobody else holds the earlier one: not a view of another tensor, dense, without gradients of its own.
+It does so where gradients are off and nobody else holds the earlier one, which is dense and no view of another tensor.
 Under a dispatch mode it never does (`accumulate` in torch/csrc/autograd/input_buffer.cpp asks `isTensorSubclassLike`).
 So a captured sum is a new tensor, and what it would have been added to is let go of by it. In the trace that is let go
 of before: the bytes are those of a step that nobody watches.
