@@ -151,7 +151,7 @@ def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
     worst = 0.0
     for name, gradient in plain.gradients.items():
         other = scaled.gradients.get(name)
-        if gradient is not None and other is not None and _has_nan(gradient):
+        if gradient is not None and other is not None and _may_be_nan(gradient):
             other = other.to(gradient.device)
             worst = max(worst, _relative_error(gradient, other, smallest, times=NOISE_FACTOR))
     return worst
@@ -218,7 +218,7 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return all(map(equal_values, dense_parts(a), dense_parts(b)))
     if torch.equal(a, b):
         return True
-    return _has_nan(a) and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return _may_be_nan(a) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 _SMALL_SHARE = 1e-3  # of the norm of all gradients: errors of smaller ones are relative to that
@@ -249,11 +249,11 @@ def in_host_memory(tensor: torch.Tensor, room: HostRoom) -> torch.Tensor:
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
-    return math.sqrt(sum(_norm(g) ** 2 for g in gradients.values() if g is not None and _has_nan(g)))
+    return math.sqrt(sum(_norm(g) ** 2 for g in gradients.values() if g is not None and _may_be_nan(g)))
 
 
-def _has_nan(tensor: torch.Tensor) -> bool:
-    """Whether there are NaNs of its dtype."""
+def _may_be_nan(tensor: torch.Tensor) -> bool:
+    """Whether its dtype has NaNs."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

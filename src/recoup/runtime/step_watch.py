@@ -122,7 +122,7 @@ class StepWatch:
         trained = [p for p in model.parameters() if p.requires_grad]
         signs = [trained[0], trained[len(trained) // 2], trained[-1]] if trained else []
         self._frozen = [weakref.ref(p) for p in model.parameters() if not p.requires_grad]
-        self._training = [weakref.ref(p) for p in model.parameters() if p.requires_grad]
+        self._trained = [weakref.ref(p) for p in trained]
         self._signs = [weakref.ref(p) for p in signs]
         self._glances: set[Any] = set()  # glances of steps that take no more than one that was counted
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -302,7 +302,7 @@ class StepWatch:
             return f"its batch has {sight.batch / planned.batch_bytes:.3g} times the planned one's bytes"
         if self._other_precision:
             return f"it ran in {self._other_precision}, and {planned.precision} was planned"
-        frozen = sum((p := ref()) is not None and not p.requires_grad for ref in self._training)
+        frozen = sum((p := ref()) is not None and not p.requires_grad for ref in self._trained)
         if frozen:
             return f"{frozen} parameters that trained when the plan was put in place are frozen: make a plan again"
         return "it ran other calls than the planned step (layers drawn at random, another branch)"

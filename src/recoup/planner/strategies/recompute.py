@@ -45,9 +45,7 @@ class RecomputeStrategy(Strategy):
         allowance = self._step.allowance(incumbents)
         found = yield from self._step.leanest_of(self._step.views.based.views, incumbents)
         tried: set[Decisions] = {candidate.decisions for _, candidate in found}
-        least_share = min(
-            [1.0, *(self._step.shares[view.name] for view, _ in found)]
-        )  # of its estimate that a plan takes
+        least_share = min([1.0, *(self._step.shares[view.name] for view, _ in found)])
         far_bytes = incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE)
         for view in [view for view, candidate in found if candidate.peak_bytes <= far_bytes]:
             estimated_bytes, num_larger = view.solver.leanest().peak_bytes, 0

@@ -6,9 +6,9 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from recoup.runtime.recompute.frame import Frame
 
 
