@@ -68,6 +68,17 @@ def test_flops_are_those_of_products() -> None:
     assert found is not None and found.decisions == regions(2)
 
 
+def test_no_other_is_asked_where_what_fits_is_as_fast_as_can_be() -> None:
+    judge = FakeJudge()
+    judge.simulated[regions(2)] = candidate(regions(2), 80, 10.1)
+    other = Says(proposals=[regions(5)])
+    found = search(judge, Says(proposals=[regions(2)]), other).fit(80)
+    assert found is not None and found.decisions == regions(2)
+    assert other.told == []
+    found = search(judge, Says(proposals=[regions(2)]), other).fit(75)
+    assert other.told != []
+
+
 def test_one_that_dominates_the_step_ends_the_round() -> None:
     judge, other = FakeJudge(), Says(proposals=[regions(1)], lean=[regions(9)])
     loop = Says(proposals=[regions(5)], lean=[regions(6)], dominates_step=True)

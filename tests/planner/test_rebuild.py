@@ -21,6 +21,7 @@ from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
+from recoup.cost.host_overhead import device_seconds
 from recoup.cost.model import FlopsCost
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import PlanMismatch, UsageError
@@ -28,7 +29,7 @@ from recoup.ir.decision import Rebuild, Recompute
 from recoup.planner.driver import Planner
 from recoup.planner.held_view import held_view
 from recoup.planner.incumbents import Candidate, Incumbents
-from recoup.planner.rerun_prices import rerun_seconds
+from recoup.planner.rerun_prices import mask_seconds, rerun_seconds
 from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.runtime.apply import apply_decisions
 from tests.planner.fake import FakeJudge
@@ -525,3 +526,78 @@ def test_what_runs_again_as_another_op_has_its_price() -> None:
     assert len(norm.draws) == 2 and 1.0 <= norm.seconds < 1.1
     eval_trace = capture(dataclasses.replace(spec, model=model.eval()))
     assert rerun_seconds(eval_trace, cost) == {}
+
+
+def test_a_random_mask_has_the_price_of_its_bytes_where_it_is_read_again() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(), nn.Linear(32, 32))
+    priced = FlopsCost().price(
+        capture(StepSpec(model=model, batch=torch.randn(256, 32), objective=Objective(loss=loss)))
+    )
+    (drawn,) = mask_seconds(priced.trace, FlopsCost())
+    assert priced.trace.signatures[drawn].name.startswith("aten.bernoulli_")
+    without, view = held_view(priced), held_view(priced, mask_seconds={drawn: 1.0})
+    assert without is not None and view is not None
+    dearer = [
+        priced.trace.signatures[made.signature].name
+        for op, before, made in zip(view.problem.ops, without.problem.ops, priced.trace.ops, strict=False)
+        if op.seconds - before.seconds == pytest.approx(1.0)
+    ]
+    assert dearer == ["aten.div_.Scalar"]
+
+
+def test_masks_that_nothing_is_rebuilt_from_cost_the_first_step_alone() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = F.dropout((x @ weight).tanh(), 0.1)
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Net(), torch.randn(512, 64)
+    spec = StepSpec(model=model, batch=batch, objective=Objective(loss=loss))
+    planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
+    found = planner.fit(planner.plain.peak_bytes * 85 // 100)
+    assert found is not None and found.decisions
+    priced = planner.simulate_priced(found.decisions)
+    read = {storage for op in priced.trace.ops for storage in op.inputs}
+    in_vain = [
+        i
+        for i, op in enumerate(priced.trace.ops)
+        if op.replayed and op.phase == "forward" and op.outputs and not read.intersection(op.outputs)
+    ]
+    assert in_vain
+    saved = sum(priced.op_seconds) - device_seconds(found.decisions, priced)
+    assert saved == pytest.approx(sum(priced.op_seconds[i] for i in in_vain))
+
+    def num_copies() -> int:
+        with torch.autograd.profiler.profile() as ran:
+            loss(model(batch), batch).backward()
+        return sum(event.name == "aten::_to_copy" for event in ran.function_events)
+
+    is_copy = [priced.trace.signatures[op.signature].name == "aten.to.dtype" for op in priced.trace.ops]
+    num_plain = num_copies()
+    with apply_decisions(model, found.decisions):
+        _, *later = [num_copies() for _ in range(3)]
+    assert later == [num_plain + sum(is_copy) - sum(is_copy[i] for i in in_vain)] * 2
+
+
+def test_regions_are_not_asked_where_a_plan_by_tensor_takes_its_ops_time_alone() -> None:
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(4)]
+    spec = StepSpec(model=nn.Sequential(*blocks), batch=torch.randn(4096, 256), objective=Objective(loss=loss))
+    tried = {}
+    seconds = {}
+    for effort in ("normal", "high"):
+        planner = Planner(spec, cost=RooflineCost(get_device("cpu-generic")), actions=None, effort=effort)
+        found = planner.fit(planner.plain.peak_bytes * 6 // 10)
+        assert found is not None
+        seconds[effort] = found.step_seconds
+        tried[effort] = [c for c in planner.simulated if not any(isinstance(d, Rebuild) for d in c)]
+        if effort == "normal":
+            assert any(isinstance(d, Rebuild) for d in found.decisions)
+            assert 0 < found.host_seconds < 0.01 * found.step_seconds
+    assert len(tried["normal"]) < len(tried["high"])
+    assert seconds["normal"] <= 1.01 * seconds["high"]

@@ -27,13 +27,7 @@ def step_seconds(chosen: Sequence[Decision], priced: PricedTrace, *, plain: Trac
         plain: trace of the step without.
     """
     trace, costs = priced.trace, priced.host_costs
-    device = {"forward": 0.0, "backward": 0.0}
-    launching = {"forward": 0.0, "backward": 0.0}
-    for op, seconds in zip(trace.ops, priced.op_seconds, strict=True):
-        if op.phase != "optimizer":
-            phase = "backward" if op.phase == "backward" else "forward"
-            device[phase] += seconds
-            launching[phase] += costs.backward_op_seconds if op.phase == "backward" else costs.forward_op_seconds
+    device, num_ops = _by_phase(chosen, priced)
     forward, backward = host_seconds(
         chosen,
         trace,
@@ -43,10 +37,25 @@ def step_seconds(chosen: Sequence[Decision], priced: PricedTrace, *, plain: Trac
         num_scan_tapes=priced.num_scan_tapes,
     )
     if trace.device == "cpu":
-        return device["forward"] + device["backward"] + forward + backward
-    return max(device["forward"], launching["forward"] + forward) + max(
-        device["backward"], launching["backward"] + backward
-    )
+        return sum(device) + forward + backward
+    launching = num_ops[0] * costs.forward_op_seconds, num_ops[1] * costs.backward_op_seconds
+    return max(device[0], launching[0] + forward) + max(device[1], launching[1] + backward)
+
+
+def device_seconds(chosen: Sequence[Decision], priced: PricedTrace) -> float:
+    """Returns the seconds of the ops of forward, loss and backward alone; arguments as of `step_seconds`."""
+    return sum(_by_phase(chosen, priced)[0])
+
+
+def _by_phase(chosen: Sequence[Decision], priced: PricedTrace) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Returns the seconds of the ops of forward (and loss) and of backward, and their numbers."""
+    of_first_step = _only_in_first_step(priced.trace) if follow_programs(chosen) else frozenset()
+    seconds, num_ops = [0.0, 0.0], [0, 0]
+    for i, (op, of_op) in enumerate(zip(priced.trace.ops, priced.op_seconds, strict=True)):
+        if op.phase != "optimizer" and i not in of_first_step:
+            seconds[op.phase == "backward"] += of_op
+            num_ops[op.phase == "backward"] += 1
+    return (seconds[0], seconds[1]), (num_ops[0], num_ops[1])
 
 
 def host_seconds(
@@ -115,6 +124,22 @@ def host_seconds(
     )
     forward += num_watched * costs.watched_op_seconds
     return forward, backward
+
+
+def _only_in_first_step(trace: Trace) -> frozenset[int]:
+    """Returns the ops by which a step that is recorded keeps random masks that nothing is rebuilt from.
+
+    What is read in backward is not known before it; the steps that follow the program keep no others.
+    """
+    found: set[int] = set()
+    read: set[int] = set()
+    for i in range(len(trace.ops) - 1, -1, -1):
+        op = trace.ops[i]
+        if op.replayed and op.phase in ("forward", "loss") and op.outputs and read.isdisjoint(op.outputs):
+            found.add(i)
+        else:
+            read.update(op.inputs)
+    return frozenset(found)
 
 
 def _num_passed(plain: Trace, regions: Sequence[tuple[Call, Region]]) -> tuple[int, int]:

@@ -43,17 +43,18 @@ class BudgetSearch:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none.
 
         1. If the step fits with nothing running twice, as fast as it can be so, that is the answer.
-        2. Each strategy proposes; one that dominates the step ends the round.
+        2. Each strategy proposes; one that dominates the step ends the round, and so does a plan that no timing tells
+           from the fastest step with nothing running twice: nothing is left to gain.
         3. Where nothing fits: the leanest plans; then strategies that are fallbacks; then, if equal bits are preferred,
            those that round differently; then the smallest plan that can be found.
         4. The selected plan may be improved.
         """
         openings = [self._judge.plain, *(self._judge.simulate(s.opening()) for s in self._strategies if s.opening())]
-        fastest = min(c.step_seconds for c in openings)
+        enough_seconds = min(c.step_seconds for c in openings) * (1 + SAME_SHARE)
         fitting = [c for c in openings if c.peak_bytes <= budget_bytes]
-        if fitting and min(c.step_seconds for c in fitting) <= fastest * (1 + SAME_SHARE):
+        if fitting and min(c.step_seconds for c in fitting) <= enough_seconds:
             return min(fitting, key=lambda c: c.step_seconds)
-        self._ask(budget_bytes)
+        self._ask(budget_bytes, enough_seconds=enough_seconds)
         if not self._incumbents.fitting(budget_bytes):
             self.smallest()
         return self._select(budget_bytes)
@@ -76,8 +77,8 @@ class BudgetSearch:
             least = self._incumbents.least()
         return least
 
-    def _ask(self, budget_bytes: int) -> None:
-        """Has the strategies propose plans for a budget, in the order of `fit`."""
+    def _ask(self, budget_bytes: int, *, enough_seconds: float = 0.0) -> None:
+        """Has the strategies propose plans for a budget, in the order of `fit`, until one takes `enough_seconds`."""
         exact = [s for s in self._strategies if s.is_exact and not s.is_fallback]
         fallbacks = [s for s in self._strategies if s.is_fallback]
         others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
@@ -86,7 +87,7 @@ class BudgetSearch:
         for number, strategy in enumerate(asked, start=1):
             with progress.stage("search", number, remaining):
                 self._try(strategy.propose(budget_bytes, self._rivals))
-            if strategy.dominates_step:
+            if strategy.dominates_step or self._rivals.seconds(budget_bytes) <= enough_seconds:
                 return
         if not self._rivals.fitting(budget_bytes):
             for strategy in exact:

@@ -10,6 +10,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ def held_view(
     *,
     kept_paths: frozenset[str] = frozenset(),
     rerun_seconds: Mapping[int, float] | None = None,
+    mask_seconds: Mapping[int, float] | None = None,
     in_loops: bool = False,
     flop_seconds: float | None = None,
 ) -> HeldView | None:
@@ -98,6 +100,7 @@ def held_view(
     Args:
         kept_paths: modules whose ops are not to run again.
         rerun_seconds: by signature, of ops that run again as another one, which reads all but their largest result.
+        mask_seconds: of random masks, made bytes and masks again, by signature of what draws them.
         in_loops: segments may end at each step of a loop that collects results (`waists.py`).
         flop_seconds: see `HeldView`; None: those of this step.
     """
@@ -130,6 +133,7 @@ def held_view(
     flop_seconds = flop_seconds_of(priced) if flop_seconds is None else flop_seconds
     ops = []
     maker: dict[int, int] = {}
+    copied: dict[int, float] = {}  # seconds of a mask's copies, for who reads it to run again
     dear: set[int] = set()  # what `recoup.hold` marks
     for at in positions:
         op = trace.ops[at]
@@ -145,6 +149,8 @@ def held_view(
             dear.update(inputs)
         is_mask = facts is not None and facts.is_random_mask
         outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
+        if is_mask and mask_seconds is not None:
+            copied.update(dict.fromkeys(outputs, mask_seconds.get(op.signature, 0.0)))
         draws: tuple[int, ...] = ()
         if facts is not None and facts.is_dropout and len(fresh) == 2 and _draws_again(trace, signature):
             draws = (min(outputs, key=value_bytes.__getitem__),)
@@ -167,6 +173,7 @@ def held_view(
             (priced.op_seconds[at] if again is None else again)
             + (0.0 if signature.is_view else overheads)
             + flop_seconds * products[op.signature]
+            + math.fsum(copied.get(v, 0.0) for v in inputs)
         )
         if not inputs and all(value_bytes[v] < MIN_BYTES for v in outputs):
             seconds = 0.0  # of parameters alone, as autocast's cast of a bias: inside of a call that cannot be held

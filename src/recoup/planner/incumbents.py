@@ -21,6 +21,7 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
+        host_seconds: of its seconds, those that its ops do not take on the device.
         flops: of the whole step, what runs again included. product_flops: those of products, convolutions, attention.
         phase: where the peak is.
         tensors: the largest alive there, as (what, bytes).
@@ -43,6 +44,7 @@ class Candidate:
     num_collectives: int = 0
     num_scan_evaluations: int = 0
     product_flops: int = 0
+    host_seconds: float = 0.0
 
     @property
     def is_exact(self) -> bool:

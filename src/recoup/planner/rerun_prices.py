@@ -1,11 +1,13 @@
 """What ops take that run again as other ops: BatchNorm from its statistics, a softmax of which few rows are masked.
 
-How they run is in `runtime/rebuild/batch_norm.py` and `again.py`.
+And what a random mask takes that is held as bytes. How they run is in `runtime/rebuild/batch_norm.py`, `again.py` and
+`kept.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -23,14 +25,39 @@ def rerun_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
     if trace.device != "cpu":
         return {}
     again = {i: found for i, s in enumerate(trace.signatures) if (found := _applied(s) or _softmax(s)) is not None}
+    return dict(zip(again, _seconds(trace, cost, tuple(again.values())), strict=True))
+
+
+def mask_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
+    """Returns the seconds of making bytes of a random mask and the mask of them, by signature of what draws it."""
+    drawn = {i: found for i, s in enumerate(trace.signatures) if (found := _copies(s))}
+    flat = _seconds(trace, cost, [copy for copies in drawn.values() for copy in copies])
+    return {i: there + back for i, there, back in zip(drawn, flat[::2], flat[1::2], strict=True)}
+
+
+def _seconds(trace: Trace, cost: CostModel, signatures: Sequence[Signature]) -> Sequence[float]:
+    """Returns the seconds of ops on the device of a trace."""
+    if not signatures:
+        return ()
     ops = tuple(
         Op(signature=i, call=-1, origin=-1, phase="backward", replayed=True, inputs=(), outputs=())
-        for i in range(len(again))
+        for i in range(len(signatures))
     )
     alone = dataclasses.replace(
-        trace, signatures=tuple(again.values()), ops=ops, storages=(), calls=(), rederive_links=(), copies=()
+        trace, signatures=tuple(signatures), ops=ops, storages=(), calls=(), rederive_links=(), copies=()
     )
-    return dict(zip(again, cost.price(alone).op_seconds, strict=True)) if again else {}
+    return cost.price(alone).op_seconds
+
+
+def _copies(signature: Signature) -> tuple[Signature, ...]:
+    """Returns the copies of a random mask, to bytes and back; none for other ops."""
+    name, _, overload = signature.name.removeprefix("aten.").partition(".")
+    found = getattr(getattr(_aten, name, None), overload, None)
+    mask = _meta(signature.args[0]) if signature.args else None
+    if found is None or mask is None or not op_facts(found).is_random_mask:
+        return ()
+    there = make_signature(_aten.to.dtype, (mask, torch.bool), {}, mask.to(torch.bool))
+    return there, make_signature(_aten.copy_.default, (mask, mask.to(torch.uint8)), {}, mask)
 
 
 def _applied(signature: Signature) -> Signature | None:
@@ -59,6 +86,6 @@ def _softmax(signature: Signature) -> Signature | None:
 
 
 def _meta(spec: object) -> torch.Tensor | None:
-    if not isinstance(spec, TensorSpec):
+    if not isinstance(spec, TensorSpec) or len(spec.stride) != len(spec.shape):  # the latter: of a sparse tensor
         return None
     return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device="meta")

@@ -18,7 +18,7 @@ from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import product_flops
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
-from recoup.cost.host_overhead import step_seconds
+from recoup.cost.host_overhead import device_seconds, step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import ReplayError, StepError, UsageError
@@ -193,7 +193,7 @@ class Simulator:
         if self.card is not None:
             events = self._card_events[chosen] = self.card.events(trace, priced.op_workspace_bytes)
             peak_bytes = self.card.need(events).allocated_bytes
-        seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
+        seconds = step_seconds(chosen, priced, plain=self.trace)
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         held = trace.held_storages()
         products = product_flops(trace.signatures)
@@ -204,7 +204,8 @@ class Simulator:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,
-            step_seconds=seconds,
+            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds,
+            host_seconds=seconds - device_seconds(chosen, priced),
             flops=sum(trace.signatures[o.signature].flops for o in trace.ops),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(s.nbytes for s in held),

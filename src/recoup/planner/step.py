@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Sequence
 
-from recoup.ir.decision import Decision, LossInPlace
+from recoup.ir.decision import Decision, LossInPlace, Rebuild
 from recoup.ir.trace import Trace
 from recoup.planner.incumbents import EFFORTS, SEARCH_OPS, Allowance, Candidate, Effort, Incumbents
 from recoup.planner.simulator import Simulator
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import View, ViewMaker, ViewSet
 from recoup.solver.loops import StepLoop
-from recoup.thresholds import ESTIMATE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, SAME_SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +46,19 @@ class PlannedStep:
     def is_content(self, incumbents: Incumbents, budget_bytes: int) -> bool:
         """Whether a plan fits and no effort is to be made for a better one beyond the solvers' answers."""
         return not EFFORTS[self.effort] and bool(incumbents.fitting(budget_bytes))
+
+    def is_settled_by_tensor(self, incumbents: Incumbents, budget_bytes: int) -> bool:
+        """Whether the fastest plan that fits is one by tensor whose seconds are its ops'.
+
+        Regions choose among the same ops with fewer tensors to hold: they can only take less time beside them.
+        """
+        fastest = min(incumbents.fitting(budget_bytes), key=lambda c: c.step_seconds, default=None)
+        return (
+            fastest is not None
+            and self.effort != "high"
+            and any(isinstance(d, Rebuild) for d in fastest.decisions)
+            and fastest.host_seconds <= SAME_SHARE * fastest.step_seconds
+        )
 
     def views_for(self, budget_bytes: int, incumbents: Incumbents) -> ViewSet:
         """Returns the views for a budget: with losses in place, unless the fastest plan so far is without."""

@@ -34,6 +34,8 @@ class ByHandStrategy(Strategy):
         """Yields the baselines that may be as fast as what was found, until one fits."""
         if "recompute" not in self._step.actions or self._step.is_content(incumbents, budget_bytes):
             return
+        if self._step.is_settled_by_tensor(incumbents, budget_bytes):
+            return
         view = self._step.views_for(budget_bytes, incumbents).saving
         allowed = incumbents.seconds(budget_bytes) * (1 + SAME_SHARE) - incumbents.plain.step_seconds
         hopeful = [

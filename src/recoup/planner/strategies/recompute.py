@@ -27,6 +27,8 @@ class RecomputeStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each view; everything rederived first, the cheapest plan that frees much."""
+        if self._step.is_settled_by_tensor(incumbents, budget_bytes):
+            return
         found = self._step.views_for(budget_bytes, incumbents)
         if "rederive" in self._step.actions and self._step.scans is None:
             yield (*EVERYWHERE, *found.tiles)
