@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
@@ -52,6 +53,38 @@ def test_the_peak_is_that_of_a_real_step(name: str) -> None:
     measured = measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=held)
     trace = captured(model, x)
     assert max(trace.levels([0] * len(trace.ops))) == pytest.approx(measured, rel=0.04)
+
+
+class Asks(nn.Module):
+    """A model that looks at a value: fake tensors cannot follow it, a real step is run."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found * 2 if found.detach().sum().item() == 0.125 else found
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_peak_of_a_step_that_is_captured_for_real_is_that_of_a_step(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Asks(Reads(READ[name])), torch.randn(ROWS, WIDTH)
+    evidence = recoup.verify(model, recoup.plan(model, x, budget="100%"), x, timed=False)
+    plan = recoup.plan(model, x, budget="100%")
+    assert any("real step" in note for note in plan.notes)
+    assert plan.predicted.plain_peak_bytes == pytest.approx(evidence.baseline_peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("criterion", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+def test_what_a_kernel_leaves_in_its_result_is_counted_once_in_a_real_step(criterion: Any) -> None:
+    torch.manual_seed(0)
+    model = Asks(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 256)))
+    x, target = torch.randn(512, 16), torch.randn(512, 256)
+    plan = recoup.plan(model, x, budget="100%", loss=lambda output, batch: criterion(output, target))
+    evidence = recoup.verify(model, plan, x, loss=lambda output, batch: criterion(output, target), timed=False)
+    assert plan.predicted.plain_peak_bytes == pytest.approx(evidence.baseline_peak_bytes, rel=0.01)
 
 
 class OutOfPlace(torch.autograd.Function):

@@ -304,3 +304,42 @@ def test_another_precision_is_said_where_no_module_below_the_model_has_weights()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(x)
             loss.backward()
+
+
+def test_gradients_that_the_loss_is_made_of_are_no_backward_of_the_step() -> None:
+    torch.manual_seed(0)
+    model, batch = Net(classes=64), _batch()
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.detach().requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss: torch.Tensor = output.mean() + gradient.square().mean()
+        return loss
+
+    fitted = recoup.fit(model, batch, step=step, budget="min", timed=False)
+    assert fitted.evidence is not None and fitted.evidence.within_budget
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model.zero_grad()
+            step(model, batch).backward()
+    fitted.applied.remove()
+
+
+def test_no_gradient_of_a_parameter_that_is_swapped_for_a_result_is_read() -> None:
+    torch.manual_seed(0)
+    model, batch = Net(), _batch()
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        gradients = torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+        swapped = {n: p + 0.01 * g for (n, p), g in zip(model.named_parameters(), gradients, strict=True)}
+        loss: torch.Tensor = torch.func.functional_call(model, swapped, (batch,)).square().mean()
+        return loss
+
+    fitted = recoup.fit(model, batch, step=step, budget="90%", timed=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            step(model, batch).backward()
+    fitted.applied.remove()

@@ -38,7 +38,7 @@ class Formulas:
     def on_real(self, func: Any, args: Sequence[Any]) -> Any:
         """Returns the op that runs on real tensors in place of `func`, in backward."""
         zeros, self._zeros = self._zeros() if self._zeros is not None else None, None
-        is_formula = func in _IN_PLACE and zeros is not None and zeros is args[0] and _torch.is_fake(zeros)
+        is_formula = func in _IN_PLACE and zeros is not None and zeros is args[0] and _is_ordinary(zeros)
         return _IN_PLACE[func] if is_formula else func
 
     def note(self, func: Any, result: Any) -> Any | None:
@@ -48,3 +48,8 @@ class Formulas:
         if is_formula and not isinstance(node, torch.autograd.function.BackwardCFunction):
             self._zeros = weakref.ref(result)
         return node
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether autograd would have written into a tensor, were it not watched: not into one of a class of its own."""
+    return type(tensor) is torch.Tensor or _torch.is_fake(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,13 +27,33 @@ class TensorNotes:
             self.add(name, tensor)
         self._num_first = len(self._notes)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Notes one more tensor, if it is not noted."""
+    def add(self, name: str, tensor: torch.Tensor, **before: torch.Tensor | None) -> None:
+        """Notes one more tensor, if it is not noted; `gradient`: what it had, where that is not the one it has."""
         if id(tensor) in self._notes or _torch.is_fake(tensor):
             return
         note = self._notes[id(tensor)] = _Note(name, tensor)
+        note.grad = before.get("gradient", note.grad)
         if note.alias is not None:
             self._of_storage.setdefault(tensor.untyped_storage()._cdata, []).append(note)
+
+    @contextlib.contextmanager
+    def noting_leaves(self, leaves: Iterator[torch.Tensor]) -> Iterator[None]:
+        """Notes the leaves that a backward inside the block gives gradients; one that the step made goes when it would.
+
+        Parameters are noted at once (a hook may step them in backward); other tensors where they outlive the block.
+        """
+        others = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.nn.Parameter):
+                self.add("a tensor that the loss reaches", leaf)
+            else:
+                others.append((weakref.ref(leaf), leaf.grad if leaf.is_leaf else None))
+            del leaf
+        yield
+        for ref, gradient in others:
+            alive = ref()
+            if alive is not None:
+                self.add("a tensor that the loss reaches", alive, gradient=gradient)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by name."""

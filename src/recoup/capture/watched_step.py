@@ -71,10 +71,9 @@ def run_step(
         tracker.draws_on_host |= _host_random() != drawn
         del output
         if backward:
-            for leaf in leaves_of(loss):
-                before.tensors.add("a tensor that the loss reaches", leaf)
             tracker.begin_backward(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with before.tensors.noting_leaves(leaves_of(loss)):
+                loss.backward()  # type: ignore[no-untyped-call]
         if tracker.unanswered:  # an `except:` of the model's has eaten it: in training it takes another way
             raise Unfollowable(tracker.unanswered)
         return source

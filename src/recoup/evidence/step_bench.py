@@ -136,7 +136,6 @@ class StepBench:
             with moving:
                 loss = self.objective.run(self.model, self.batch)
                 loss = loss if times is None else loss * times
-            for leaf in leaves_of(loss) if not self._is_watched else ():
-                self._before.tensors.add("a tensor that the loss reaches", leaf)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._before.tensors.noting_leaves(leaves_of(loss) if not self._is_watched else iter(())):
+                loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

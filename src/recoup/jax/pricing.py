@@ -56,7 +56,8 @@ def price(
             now = dict(zip(entering, values, strict=True))
             now.update((entering[i], value) for i, value in zip(carrying, chosen, strict=True))
             run_segments(program, segments, now)
-            return [now[v] for v in leaving]
+            # What nothing asks a derivative of has none: some primitives, as `while`, could not give it.
+            return [now[v] if v in active else jax.lax.stop_gradient(now[v]) for v in leaving]
 
         return jax.vjp(of_carrying, *(values[i] for i in carrying))
 

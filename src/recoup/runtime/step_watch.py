@@ -174,7 +174,7 @@ class StepWatch:
             return
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
-            gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
+            gradients=sum(g.nbytes for p in model.parameters() if p.is_leaf and (g := p.grad) is not None),
             state=self._state_bytes(),
             thawed=sum(p.nbytes for p in self._thawed()),
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
@@ -197,7 +197,7 @@ class StepWatch:
 
     def _glance(self, batch: list[torch.Tensor]) -> Any:
         """Returns a cheap key of a step, without a walk over the model; steps with equal keys count as alike."""
-        signs = [p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
+        signs = [p.is_leaf and p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
         states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast, len(self._thawed())
@@ -229,6 +229,8 @@ class StepWatch:
         self.num_looked_at += 1
 
         def in_backward(gradients: Any) -> None:
+            if torch.is_grad_enabled():  # gradients that the loss is made of: the backward of the step comes later
+                return
             self._judge(self._estimate())
             if not _torch.backward_keeps_graph():
                 graph.saved_bytes = 0
