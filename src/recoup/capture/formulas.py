@@ -1,8 +1,9 @@
-"""What autograd's own backward formulas run on real tensors, where they run something else on fake ones.
+"""What autograd's own backward formulas run in training, where they run something else while a step is captured.
 
-Some formulas make zeros and write into them. On tensor subclasses, which fake tensors are, they take the variant of
-that op which writes into a copy instead (torch's "composite compliance"), so that zeros and copy are there at a time.
-A captured step is to be the real one: the op in place is run. What a user's `Function` does is what it says.
+Some formulas make zeros and write into them. On tensor subclasses, which fake tensors are, and under a dispatch mode
+they take the variant of that op which writes into a copy instead (torch's "composite compliance"), so that zeros and
+copy are there at a time. A captured step is to be the real one: the op in place is run. What a user's `Function` does
+is what it says.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Formulas:
         self._zeros: weakref.ref[torch.Tensor] | None = None
 
     def on_real(self, func: Any, args: Sequence[Any]) -> Any:
-        """Returns the op that runs on real tensors in place of `func`, in backward."""
+        """Returns the op that runs in training in place of `func`, in backward."""
         zeros, self._zeros = self._zeros() if self._zeros is not None else None, None
         is_formula = func in _IN_PLACE and zeros is not None and zeros is args[0] and _is_ordinary(zeros)
         return _IN_PLACE[func] if is_formula else func

@@ -27,14 +27,14 @@ class TensorNotes:
             self.add(name, tensor)
         self._num_first = len(self._notes)
 
-    def add(self, name: str, tensor: torch.Tensor, **before: torch.Tensor | None) -> None:
-        """Notes one more tensor, if it is not noted; `gradient`: what it had, where that is not the one it has."""
+    def add(self, name: str, tensor: torch.Tensor) -> _Note | None:
+        """Notes one more tensor and returns its note; None if it is noted already."""
         if id(tensor) in self._notes or _torch.is_fake(tensor):
-            return
+            return None
         note = self._notes[id(tensor)] = _Note(name, tensor)
-        note.grad = before.get("gradient", note.grad)
         if note.alias is not None:
             self._of_storage.setdefault(tensor.untyped_storage()._cdata, []).append(note)
+        return note
 
     @contextlib.contextmanager
     def noting_leaves(self, leaves: Iterator[torch.Tensor]) -> Iterator[None]:
@@ -42,18 +42,21 @@ class TensorNotes:
 
         Parameters are noted at once (a hook may step them in backward); other tensors where they outlive the block.
         """
-        others = []
+        name, others = "a tensor that the loss reaches", []
         for leaf in leaves:
             if isinstance(leaf, torch.nn.Parameter):
-                self.add("a tensor that the loss reaches", leaf)
+                self.add(name, leaf)
             else:
                 others.append((weakref.ref(leaf), leaf.grad if leaf.is_leaf else None))
             del leaf
-        yield
-        for ref, gradient in others:
-            alive = ref()
-            if alive is not None:
-                self.add("a tensor that the loss reaches", alive, gradient=gradient)
+        try:
+            yield
+        finally:
+            for ref, gradient in others:
+                alive = ref()
+                note = None if alive is None else self.add(name, alive)
+                if note is not None:
+                    note.grad = gradient
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by name."""
