@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recoup.api import plan
+from recoup.api import fit, plan
 from recoup.evidence.gradients import equal_values
-from recoup.evidence.memory import measure_peak
+from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.realigned import realigned
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 
 ROWS, WIDTH = 256, 64
 
@@ -111,3 +113,70 @@ def test_where_marks_lie_in_a_call_with_other_ops(names: str, met: dict[int, str
     found = realigned(marks, [*names])
     assert {at: mark.op for at, mark in found.items()} == met
     assert all(at == mark.ordinal for at, mark in found.items())
+
+
+class _WithMemory(nn.Module):
+    """Layers that read what the step before has left of their inputs (Transformer-XL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(2 * WIDTH, WIDTH) * 0.1) for _ in range(4))
+        self.memory: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.memory = self.memory, []
+        for i, weight in enumerate(self.weights):
+            self.memory.append(x.detach())
+            h = torch.cat([before[i], x], 1) if before else x
+            y = F.gelu(F.gelu(h @ weight.T) @ weight)[:, -x.shape[1] :]
+            x = F.layer_norm(x + y, (WIDTH,))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("budget", ["60%", "50%"])
+def test_a_step_as_planned_after_a_first_one_without_a_state(budget: str) -> None:
+    torch.manual_seed(0)
+    model, x = _WithMemory(), torch.randn(8, WIDTH, WIDTH)
+    fitted = fit(model, x, budget=budget, timed=False, actions=["rebuild"])
+    # What is verified is the planned step: one that finds a state.
+    assert fitted.evidence.ok and fitted.evidence.peak_bytes == fitted.plan.predicted.peak_bytes
+    held_bytes = storage_bytes([*model.parameters(), x])
+    assert not model.memory
+    for _ in range(4):
+        # Made inside of the meter, where its release is seen.
+        def step() -> None:
+            model.memory = [t.clone() for t in model.memory]
+            model(x).backward()
+
+        peak = measure_peak(step, device=torch.device("cpu"), held_bytes=held_bytes)
+        assert peak <= fitted.plan.budget_bytes
+        model.zero_grad()
+    fitted.applied.remove()
+
+
+class _SmallState(nn.Module):
+    """A loop whose state is as large as what is rebuilt at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(MIN_BYTES // 32, MIN_BYTES // 32) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        for _ in range(100):
+            h = torch.tanh(h + torch.sigmoid(x @ self.weight))
+        return h.square().mean()
+
+
+def test_a_smaller_batch_holds_no_more_than_the_planned_one() -> None:
+    torch.manual_seed(0)
+    model, x = _SmallState(), torch.randn(8, MIN_BYTES // 32)
+    made = plan(model, x, budget="40%", actions=["rebuild"])
+    with apply_decisions(model, made.decisions):
+        for num_rows in (7, 8, 8, 7, 7, 4, 1):
+            rows = x[:num_rows].clone()
+            held_bytes = storage_bytes([*model.parameters(), rows])
+            step = lambda: model(rows).backward()  # noqa: E731
+            peak = measure_peak(step, device=torch.device("cpu"), held_bytes=held_bytes)
+            assert peak <= made.predicted.peak_bytes
+            model.zero_grad()

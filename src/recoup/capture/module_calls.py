@@ -28,6 +28,7 @@ class CallRecord:
         self.children: list[int] = []
         self.inputs: tuple[int, ...] = ()
         self.outputs: tuple[int, ...] = ()
+        self.input_numel = 0
         self.input_grad_bytes = 0
         self.output_grad_bytes = 0
         self.chained = False
@@ -83,6 +84,7 @@ class CallRecorder:
         call = CallRecord(path, index, type(module).__name__, parent, len(tracker.ops))
         tensors = [t for t in iterate_tensors((args, kwargs)) if t.layout is torch.strided]
         call.inputs = tuple(dict.fromkeys(i for i in map(tracker.find, tensors) if i is not None))
+        call.input_numel = sum(t.numel() for t in tensors)
         differentiable = [t for t in tensors if t.requires_grad]
         call.input_grad_bytes = sum(_num_bytes(t) for t in differentiable)
         if parent >= 0:

@@ -62,6 +62,7 @@ def build_trace(
         notes=notes,
         draws_on_host=tracker.draws_on_host,
         num_saved=sum(call >= 0 for _, call in tracker.save_ops),
+        input_numel=min((call.input_numel for call in recorder.calls if not call.path), default=0),
         optimizer_host_bytes=optimizer_host_bytes,
         device=device,
         fingerprint=fingerprint,

@@ -31,6 +31,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from recoup import progress
@@ -43,7 +44,7 @@ from recoup._allocation import (
 )
 from recoup._pytree import first_half, iterate_tensors, num_rows
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
-from recoup.capture.snapshot import untouched
+from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError, first_line
 from recoup.evidence.deterministic import deterministic_kernels, is_without_deterministic_kernel
@@ -100,7 +101,7 @@ def verify_plan(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
             "stop at `plan`."
         )
-    with untouched(model, batch, objective.functions), _in_place(model, plan):
+    with untouched(model, batch, objective.functions) as before, _in_place(model, plan):
         verification: _Verification | None = None
         device = next(model.parameters()).device
         room_bytes = available_bytes(device) + storage_bytes(model.parameters())
@@ -108,6 +109,8 @@ def verify_plan(
             if device.type != "cpu":
                 trainable_bytes = storage_bytes(p for p in model.parameters() if p.requires_grad)
                 HostRoom().check(trainable_bytes, "a copy of the gradients, and of the weights after it,")
+            if plan.predicted.is_later_step:
+                _run_first(model, batch, objective, before)
             verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
         except Exception as error:
@@ -134,6 +137,14 @@ def verify_plan(
         finally:
             if verification is not None:
                 verification.bench.restore()
+
+
+@execution_context.unwatched()
+def _run_first(model: nn.Module, batch: Any, objective: Objective, before: Snapshot) -> None:
+    """Runs a plain forward, so that what the steps before the planned one leave in the model is there."""
+    with plain(model), torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # as the capture does
+        objective.run(model, batch)
+    before.renew_iterators()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class Prediction:
         batch_bytes: of the batch in the step that was planned, 0 if its model was called with something else.
         optimizer_bytes: of the optimizer's state there.
         gradient_bytes: of gradients that are there when forward begins (accumulation).
+        is_later_step: whether that step is not the first: what earlier ones leave (caches, a memory) has it run others.
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU.
@@ -77,6 +78,7 @@ class Prediction:
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
     precision: str = ""
+    is_later_step: bool = False
     card_bytes: int = 0
     resumed_card_bytes: int = 0
     expandable_card_bytes: int = 0

@@ -178,6 +178,7 @@ class Trace:
         draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
         num_saved: tensors that autograd saves in the model's forward.
+        input_numel: elements of the tensors that the model is called with, the fewest where it is called again.
     """
 
     source: Literal["fake", "real"]
@@ -198,6 +199,7 @@ class Trace:
     draws_on_host: bool = False
     optimizer_host_bytes: int = 0
     num_saved: int = 0
+    input_numel: int = 0
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -47,6 +47,7 @@ class HeldView:
     flop_seconds: float
     addresses: tuple[OpMark | None, ...]
     num_saved: int
+    input_numel: int
     maker: dict[int, int]
     parts: dict[int, tuple[int, ...]]
 
@@ -79,7 +80,7 @@ class HeldView:
             if address is not None and says:
                 found[address] = found.get(address, {}) | says
         marked = tuple(dataclasses.replace(address, **says) for address, says in found.items())
-        return Rebuild(path="", marks=marked, num_saved=self.num_saved)
+        return Rebuild(path="", marks=marked, num_saved=self.num_saved, input_numel=self.input_numel)
 
     def _saved_by(self, at: int) -> list[int]:
         """Returns the values that autograd saves for an op and other ops made."""
@@ -265,6 +266,7 @@ def held_view(
         flop_seconds=flop_seconds,
         addresses=addresses,
         num_saved=trace.num_saved,
+        input_numel=trace.input_numel,
         maker=maker,
         parts=parts,
     )

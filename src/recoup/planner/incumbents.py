@@ -21,6 +21,7 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
+        card_excess_bytes: of its peak, what the blocks of a card's allocator take beyond what lies in them.
         host_seconds: of its seconds, those that its ops do not take on the device.
         flops: of the whole step, what runs again included. product_flops: those of products, convolutions, attention.
         phase: where the peak is.
@@ -44,6 +45,7 @@ class Candidate:
     num_collectives: int = 0
     num_scan_evaluations: int = 0
     product_flops: int = 0
+    card_excess_bytes: int = 0
     host_seconds: float = 0.0
 
     @property

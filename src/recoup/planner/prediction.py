@@ -44,6 +44,7 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: CardSize | N
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
         gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),
         precision=_precision(simulator.trace),
+        is_later_step=simulator.spec.carried.differs,
         card_bytes=card.fresh_bytes if card else 0,
         resumed_card_bytes=card.resumed_bytes if card else 0,
         expandable_card_bytes=card.expandable_bytes if card else 0,

@@ -187,9 +187,10 @@ class Simulator:
             tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
             tensors.sort(key=lambda item: -item[1])
         phase = "replay" if op.replayed else op.phase
-        peak_bytes = levels[at] + self.fixed_bytes
+        peak_bytes = filled_bytes = levels[at] + self.fixed_bytes
         if self._optimizer[0] + self.fixed_bytes > peak_bytes:
-            peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
+            peak_bytes = filled_bytes = self._optimizer[0] + self.fixed_bytes
+            phase = "optimizer"
         if self.card is not None:
             events = self._card_events[chosen] = self.card.events(trace, priced.op_workspace_bytes)
             peak_bytes = self.card.need(events).allocated_bytes
@@ -204,6 +205,7 @@ class Simulator:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,
+            card_excess_bytes=peak_bytes - filled_bytes,
             step_seconds=seconds + self._optimizer[1] + priced.copy_seconds,
             host_seconds=seconds - device_seconds(chosen, priced),
             flops=sum(trace.signatures[o.signature].flops for o in trace.ops),

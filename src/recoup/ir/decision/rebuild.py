@@ -64,6 +64,8 @@ class Rebuild(Decision):
         marks: in the order of the forward.
         num_saved: how many tensors autograd saves in the planned forward; a step that saves another number went
             another way. None: not known.
+        input_numel: elements of the tensors that the model is called with there: what is too small to be rebuilt is
+            smaller yet in a step of fewer. 0: not known.
     """
 
     action: ClassVar[str] = "rebuild"
@@ -72,6 +74,7 @@ class Rebuild(Decision):
 
     marks: tuple[OpMark, ...] = ()
     num_saved: int | None = None
+    input_numel: int = 0
 
     @property
     def below(self) -> Ambient:

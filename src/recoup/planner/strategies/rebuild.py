@@ -129,7 +129,8 @@ class RebuildStrategy(Strategy):
         def cost(candidate: Candidate) -> float:
             return candidate.step_seconds + flop_seconds * candidate.product_flops
 
-        target, has_fitted, ways = budget_bytes, False, self.ways
+        # A plan's blocks on a card are about as full as those of the step with nothing rebuilt.
+        target, has_fitted, ways = budget_bytes - self.ways[-1].without.card_excess_bytes, False, self.ways
         fitted_seconds = math.inf
         spared_seconds = NEGLIGIBLE_SHARE * self._step.simulator.plain.step_seconds
         for _ in range(MOST_TRIES):

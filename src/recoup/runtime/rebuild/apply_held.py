@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from recoup import _torch
+from recoup._pytree import iterate_tensors
 from recoup.ir.decision import LossInPlace, Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
@@ -117,7 +118,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks if torch.is_grad_enabled() else {})  # an evaluation saves nothing
+        marks = state.marks if torch.is_grad_enabled() else {}  # an evaluation saves nothing
+        recorder = HeldRecorder(marks, _share(state.decision, args, kwargs))
         recorder.enter("")
         is_followed = False
         if _torch.num_function_modes() or state.calls.is_compiled:
@@ -147,6 +149,15 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             stacklevel=3,
         )
     return result
+
+
+def _share(decision: Rebuild, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Returns how many of the planned inputs' elements a step has, as a share of at most 1."""
+    if not decision.input_numel:
+        return 1.0
+    tensors = iterate_tensors((args, kwargs))
+    numel = sum([tensor.numel() for tensor in tensors if tensor.layout is torch.strided])
+    return min(1.0, numel / decision.input_numel)
 
 
 def _leave(recorder: Any, is_unit: bool) -> None:

@@ -39,15 +39,17 @@ class HeldRecorder(Recorder):
 
     Args:
         marks: by call.
+        share: of the planned step's inputs, at most 1: what is too small to be rebuilt shrinks with them.
     """
 
     is_cheap = False
 
-    def __init__(self, marks: dict[tuple[str, int], CallMarks]) -> None:
+    def __init__(self, marks: dict[tuple[str, int], CallMarks], share: float = 1.0) -> None:
         super().__init__()
         self.segment = Segment()
         self._around: Segment | None = None
         self._marks = marks
+        self._share = share
         self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
         self._leaves: dict[Value, Source] = {}
         # Saved since the last op: its results, or what the next one reads; whether its piece starts from it for that.
@@ -289,7 +291,12 @@ class HeldRecorder(Recorder):
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
         # A small view would keep all of a large storage.
-        if value.made is None or value.stays or not self.deriving or tensor.untyped_storage().nbytes() < MIN_BYTES:
+        if (
+            value.made is None
+            or value.stays
+            or not self.deriving
+            or tensor.untyped_storage().nbytes() < MIN_BYTES * self._share
+        ):
             return None
         geometry = geometry_of(tensor)
         base = value.base

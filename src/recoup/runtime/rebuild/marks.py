@@ -26,6 +26,12 @@ class Numbered:
     marks: dict[int, OpMark]
     names: list[str] | None
 
+    def may_begin_with(self, names: list[str]) -> bool:
+        """Whether nothing speaks against the step's first ops having these names."""
+        if self.names is not None:
+            return self.names[: len(names)] == names
+        return all([mark.op == names[at] for at, mark in self.marks.items() if at < len(names)])
+
 
 class CallMarks:
     """The marks of a call, as the plan has them and as they lie in steps that run other ops.
@@ -39,11 +45,11 @@ class CallMarks:
         self._others: list[Numbered] = []
 
     def beginning(self, names: list[str]) -> Numbered | None:
-        """Returns those of a known step, other than the last, that began with these ops; None if there is none."""
-        for known in (*self._others, self._planned):
-            if known is not self.latest and known.names is not None and known.names[: len(names)] == names:
-                self.latest = known
-                return known
+        """Returns those of a step other than the last, known or planned, that may begin with these ops, or None."""
+        for other in (*self._others, self._planned):
+            if other is not self.latest and other.may_begin_with(names):
+                self.latest = other
+                return other
         return None
 
     def learn(self, names: list[str], *, is_other: bool) -> None:
