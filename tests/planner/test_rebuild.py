@@ -20,12 +20,13 @@ import recoup
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
+from recoup.capture.watched_step import FailedUnderPlan
 from recoup.cost.devices import get_device
 from recoup.cost.host_overhead import device_seconds
-from recoup.cost.model import FlopsCost
+from recoup.cost.model import FlopsCost, PricedTrace
 from recoup.cost.roofline import RooflineCost
-from recoup.errors import PlanMismatch, UsageError
-from recoup.ir.decision import Rebuild, Recompute
+from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
+from recoup.ir.decision import Decision, Rebuild, Recompute
 from recoup.planner.driver import Planner
 from recoup.planner.held_view import held_view
 from recoup.planner.incumbents import Candidate, Incumbents
@@ -601,3 +602,20 @@ def test_regions_are_not_asked_where_a_plan_by_tensor_takes_its_ops_time_alone()
             assert 0 < found.host_seconds < 0.01 * found.step_seconds
     assert len(tried["normal"]) < len(tried["high"])
     assert seconds["normal"] <= 1.01 * seconds["high"]
+
+
+def test_a_plan_that_the_step_does_not_run_with_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = small_graph()
+    simulate = Planner.simulate_priced
+
+    def fails(self: Planner, chosen: tuple[Decision, ...]) -> PricedTrace:
+        if any(isinstance(d, Rebuild) for d in chosen):
+            raise FailedUnderPlan("it cannot")
+        return simulate(self, chosen)
+
+    monkeypatch.setattr(Planner, "simulate_priced", fails)
+    with pytest.raises(InfeasibleBudget, match="A plan with rebuild was left out: it cannot"):  # no submodules
+        recoup.plan(model, batch, budget="45%", loss=loss, cost=FlopsCost())
+    made = recoup.plan(model, batch, budget="90%", loss=loss, cost=FlopsCost())
+    assert made.decisions and not any(isinstance(d, Rebuild) for d in made.decisions)
+    assert "a plan with rebuild was left out: it cannot [E102]" in made.notes

@@ -180,3 +180,73 @@ def test_a_smaller_batch_holds_no_more_than_the_planned_one() -> None:
             peak = measure_peak(step, device=torch.device("cpu"), held_bytes=held_bytes)
             assert peak <= made.predicted.peak_bytes
             model.zero_grad()
+
+
+class _Experts(nn.Module):
+    """Each row goes to two of four experts; one that nobody goes to runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(12)
+        )
+
+    def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+        for i, gate in enumerate(self.gates):
+            shares, chosen = torch.softmax(gate(x) + offset[i], -1).topk(2, -1)
+            out = torch.zeros_like(x)
+            for n in range(4):
+                rows, places = (chosen == n).nonzero(as_tuple=True)
+                if len(rows):
+                    out.index_add_(0, rows, self.experts[4 * i + n](x[rows]) * shares[rows, places, None])
+            x = x + out
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("other", [(6,), (2, 3)])
+def test_a_step_that_leaves_its_program_at_a_result_still_rebuilds(other: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = _Experts(), torch.randn(2 * ROWS, WIDTH)
+    offset = torch.randn(3, 2 * ROWS, 4) * 0.1
+    unused = offset.clone()
+    unused[0, :, 3] -= 1e4
+    made = plan(model, (x, offset), budget="min", actions=["rebuild"])
+    held_bytes = storage_bytes([*model.parameters(), x, offset])
+    with apply_decisions(model, made.decisions):
+        for i in range(8):
+            now = unused if i in other else offset
+            step = lambda: model(x, now).backward()  # noqa: E731
+            peak = measure_peak(step, device=torch.device("cpu"), held_bytes=held_bytes)
+            assert peak <= 1.3 * made.predicted.peak_bytes < 0.6 * made.predicted.plain_peak_bytes
+            model.zero_grad()
+
+
+def _critic() -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm
+    convolutions = [norm(nn.Conv2d(16, 16, 3, padding=1)) for _ in range(2)]
+    statistics = nn.InstanceNorm2d(16, affine=True, track_running_stats=True)
+    layers = [convolutions[0], nn.LeakyReLU(0.2), convolutions[1], statistics, nn.LeakyReLU(0.2), nn.Flatten()]
+    return nn.Sequential(*layers, norm(nn.Linear(16 * 64, 1)))
+
+
+def test_a_buffer_that_the_next_forward_writes_to_before_backward() -> None:
+    """A critic of real and made samples: each of its calls makes the buffers of `spectral_norm` anew, by `out=`."""
+
+    def step(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return sum((model(x).relu().mean() for x in batch), torch.zeros(()))
+
+    found = []
+    for budget in (None, "min"):
+        model, gradients = _critic(), []
+        batch = (torch.randn(16, 16, 8, 8), torch.randn(16, 16, 8, 8))
+        if budget is not None:
+            fitted = fit(model, batch, step=step, budget=budget, timed=False, actions=["rebuild"])
+            assert fitted.evidence.ok and isinstance(fitted.plan.decisions[-1], Rebuild)
+        for _ in range(5):
+            model.zero_grad()
+            step(model, batch).backward()
+            gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([*gradients, *model.buffers()])
+    assert all(map(equal_values, *found))

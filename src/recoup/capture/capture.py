@@ -36,6 +36,7 @@ from recoup.capture.trace import build_trace, runs_alike
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import (
     Failed,
+    FailedUnderPlan,
     Unfollowable,
     device_of,
     register,
@@ -93,7 +94,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
                 f"{device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
             ) from error
         if known is not None:
-            raise StepError(
+            raise FailedUnderPlan(
                 f"The step of {type(spec.model).__name__} runs, but not with this plan applied; its {error.reason}."
             ) from error.__cause__
         plain = _plain_error(spec)

@@ -35,6 +35,10 @@ class Failed(StepError):
         self.reason = reason
 
 
+class FailedUnderPlan(StepError):
+    """The step runs, but not with the plan that is applied."""
+
+
 def run_step(
     model: nn.Module,
     objective: Objective,

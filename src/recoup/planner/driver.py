@@ -174,6 +174,9 @@ class Planner(Simulator):
                 reasons[action] = f"the step was captured from a real run ({self.trace.reason})"
         return reasons
 
+    def _left_out(self) -> tuple[str, ...]:
+        return tuple(f"a plan with {actions} was left out: {why}" for actions, why in self.failures.items())
+
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
         """Returns the error that says what the smallest reachable peak is, and what sets it."""
         smallest = self.smallest()
@@ -184,11 +187,12 @@ class Planner(Simulator):
         others = "" if self.prefers_equal_bits else ", more actions"
         within += "" if self.prefers_equal_bits else f" with {', '.join(self.actions) or 'no actions'} alone"
         libraries = f" Libraries (cuBLAS) take {format_bytes(self.fixed_bytes)} of it." if self.fixed_bytes else ""
+        left_out = "".join(f" {text[0].upper()}{text[1:]}" for text in self._left_out())
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
             f"{format_bytes(smallest.peak_bytes)} ({share} of plain){within}, which is in the {smallest.phase} "
             f"(largest there: {largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} "
-            f"(or 'min'){others}, a smaller batch, or a leaner optimizer or dtype.",
+            f"(or 'min'){others}, a smaller batch, or a leaner optimizer or dtype.{left_out}",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,
@@ -212,6 +216,7 @@ class Planner(Simulator):
                 f"{budget_text} is of the {rest} of the plain peak that libraries leave; they take "
                 f"{format_bytes(self.fixed_bytes)} whatever the plan (cuBLAS)",
             )
+        notes += self._left_out()
         if candidate.decisions:
             notes += tuple(f"{action} was not tried: {why}" for action, why in self.why_not_tried().items())
         return write_plan(

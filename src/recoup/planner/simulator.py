@@ -13,6 +13,7 @@ from recoup import progress
 from recoup.capture.capture import capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
 from recoup.capture.spec import StepSpec
+from recoup.capture.watched_step import FailedUnderPlan
 from recoup.cost.card_memory import CardEvents, CardMemory, CardSize, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import product_flops
@@ -46,6 +47,7 @@ class Simulator:
         num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
         hooks: how decisions of each class change a call.
+        failures: why steps did not run, by the actions of their decisions; of regions none is noted.
         card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
         num_draws: of random numbers that were tried for the largest step.
@@ -68,6 +70,7 @@ class Simulator:
         self.link = link
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
+        self.failures: dict[str, str] = {}
         self.takes_loss_in_place = False
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
         self._proofs = Proofs()
@@ -119,7 +122,7 @@ class Simulator:
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
         """Runs the step with `chosen` applied under fake tensors and returns its cost.
 
-        Regions in which the step does not run are no plan: their candidate is larger than any, and is not kept.
+        Decisions under which the step does not run are no plan: their candidate is larger than any, and is not kept.
         """
         if not chosen:
             return self.plain
@@ -128,9 +131,11 @@ class Simulator:
             progress.advance(f"simulating a plan with {len(chosen)} decisions")
             try:
                 found = self.note(chosen, self.simulate_priced(chosen))
-            except StepError:  # as of a span that begins outside of a checkpoint of the user's and ends inside
+            except StepError as error:  # as of a span that begins outside of a user's checkpoint and ends inside
                 if not any(d.is_region for d in chosen):
-                    raise
+                    if not isinstance(error, FailedUnderPlan):
+                        raise
+                    self.failures[", ".join(dict.fromkeys(d.action for d in chosen))] = str(error)
                 found = dataclasses.replace(self.plain, decisions=chosen, peak_bytes=2 * self.plain.peak_bytes)
         return found
 

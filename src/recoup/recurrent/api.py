@@ -26,7 +26,7 @@ from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.step_log import Counts
 from recoup.thresholds import ESTIMATE_SHARE, SAME_SHARE, SMALL_BYTES
-from recoup.units import check_budget, parse_budget
+from recoup.units import check_budget, is_minimum, parse_budget
 
 _TAPES_IN_PROBE = 6  # two, and what running a step needs besides, by experience
 
@@ -361,8 +361,10 @@ def _check(
             raise UsageError(f"recoup.recurrent.scan: {name} must be a whole number from 1 up; got {value!r}.")
     if budget is not None:
         check_budget(budget)
-        if budget == "auto":
-            raise UsageError("recoup.recurrent.scan: budget='auto' is not for a loop. Give bytes, or '5%' of its tape.")
+        if budget == "auto" or is_minimum(budget):
+            raise UsageError(
+                f"recoup.recurrent.scan: budget={budget!r} is not for a loop. Give bytes, or '5%' of its tape."
+            )
     if outputs not in MODES:
         raise UsageError(f"recoup.recurrent.scan: outputs must be one of {', '.join(MODES)}; got {outputs!r}.")
     tensors = flatten(inputs)[0]

@@ -200,8 +200,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         else:  # what a loss in place writes to is its logits, which nothing in a program is rebuilt from
             out = self._ran(func, args, kwargs)
         if run.is_on:
-            run.returned(call, out)
-            if self.hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
+            run.returned(call, out)  # may end the program, and then the hooks stay
+            if run.is_on and self.hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
                 self.hooks.put_off()
         return out
 

@@ -114,7 +114,7 @@ class HeldRecorder(Recorder):
             self.log_other()
         out = self._run(facts, args, kwargs)
         if mark is not None:
-            self.obey(mark, out, writes=bool(facts.written))
+            self.obey(mark, out, writes=bool(facts.written or facts.written_names))
         return out
 
     def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:

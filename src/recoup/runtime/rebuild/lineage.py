@@ -314,6 +314,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 value.base = geometry_of(tensor)
             elif facts.draws and tensor.nbytes == tensor.untyped_storage().nbytes():
                 value.base = geometry_of(tensor)
+            elif facts.written_names:  # `out=`: a buffer, and the next forward may come before this one's backward
+                value.is_passing = True
             self._replace(tensor, value)
         return out
 

@@ -105,13 +105,17 @@ class Segment:
     def reach(self, value: Value) -> list[Source] | None:
         """Returns the sources that a value is rebuilt from; None: it cannot be."""
         held = self._held_below(value)
-        sources = None if held is None else [kept for kept in [v.alive() for v in held] if kept is not None]
-        if held is not None and sources is not None and len(sources) < len(held):  # one went with the graph it was in
+        if held is None:
+            return None
+        sources = [kept for kept in [v.alive() for v in held] if kept is not None]
+        if len(sources) < len(held):  # one went with the graph it was in
             self._led.clear()
             return self.reach(value)
-        for source in sources or ():
+        for source, start in zip(sources, held, strict=True):
             if isinstance(source, Kept):
                 source.is_source = True
+                if start.is_passing:
+                    source.part()
         return sources
 
     def held_below(self, value: Value) -> dict[Value, type]:

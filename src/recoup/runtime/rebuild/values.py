@@ -35,8 +35,8 @@ class Value:
         kept: the `Kept` that holds these contents now, if any (weak).
         constant: a parameter that holds these contents, if one does.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
-        is_passing: the call that made them writes to the storage again, unseen: nothing is rebuilt from them but what
-            was copied before.
+        is_passing: the storage is written to again, unseen, by the call that made them or by the next forward: nothing
+            is rebuilt from them but what was copied before.
         stays: what autograd saves of them stays, and nothing is rebuilt from it.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
