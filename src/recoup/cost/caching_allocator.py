@@ -14,7 +14,7 @@ simulated: several streams, whose blocks are not shared, and the addresses of se
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 
 # Of c10/core/AllocatorConfig.h, as torch 2.13 has them.
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are rounded up to it
@@ -22,6 +22,7 @@ _SMALL_BYTES = 1 << 20  # kSmallSize: larger blocks lie in segments of their own
 SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer; larger segments are a whole number of these, too (kRoundLarge)
 _LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer
 _EXPANDABLE_SEGMENT_BYTES = 1 << 50  # ours, of addresses: more than any card has, and keys have room for it
+_ADDRESS_BITS = 62  # ours, of a free block's key, the rest is its size; addresses begin at 1 << 60
 _OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segment to itself
 
 
@@ -56,7 +57,6 @@ class _Pool:
     """
 
     __slots__ = ("blocks", "first", "is_small", "keys", "least_rest_bytes", "page")
-    address_bits = 62  # of a key, the rest is the size; addresses begin at 1 << 60
 
     def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self.is_small = is_small
@@ -67,14 +67,14 @@ class _Pool:
         self.first: Block | None = None  # of the expandable segment
 
     def add(self, block: Block) -> None:
-        key = block.size << self.address_bits | block.address
+        key = block.size << _ADDRESS_BITS | block.address
         self.blocks[key] = block
-        bisect.insort(self.keys, key)
+        insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
-        key = block.size << self.address_bits | block.address
+        key = block.size << _ADDRESS_BITS | block.address
         del self.blocks[key]
-        del self.keys[bisect.bisect_left(self.keys, key)]
+        del self.keys[bisect_left(self.keys, key)]
 
 
 class CachingAllocator:
@@ -113,22 +113,15 @@ class CachingAllocator:
         """
         size = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES or MIN_BLOCK_BYTES
         pool = self._pools[size > _SMALL_BYTES]
-        at = self._find(pool, size)
-        if at is not None:
-            block: Block | None = pool.blocks.pop(pool.keys.pop(at))
-        else:
-            block = self._grow(pool, size)
-            if block is None:
-                self.empty_cache()
-                block = self._grow(pool, size)
-        if block is None:
-            raise OutOfCard(self._missing_bytes)
+        keys = pool.keys
+        at = self._find(pool, size) if self.expandable else bisect_left(keys, size << _ADDRESS_BITS)
+        block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._grow_or_fail(pool, size)
         if block.size - size >= pool.least_rest_bytes:
-            pool.add(self._cut(block, size))
+            pool.add(_cut(block, size))
         block.is_free = False
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.allocated_bytes = allocated_bytes = self.allocated_bytes + block.size
+        if allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated_bytes
         return block
 
     def pass_through(self, nbytes: int) -> None:
@@ -140,7 +133,7 @@ class CachingAllocator:
         size = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES or MIN_BLOCK_BYTES
         pool = self._pools[size > _SMALL_BYTES]
         at = self._find(pool, size)
-        if at is None:
+        if at == len(pool.keys):
             self.free(self.allocate(nbytes))
             return
         # The block is cut and joined again: all lies as it did.
@@ -152,7 +145,11 @@ class CachingAllocator:
         """Gives a block back to its pool."""
         self.allocated_bytes -= block.size
         block.is_free = True
-        self._pool_up(block)
+        before, after = block.before, block.next
+        if (after is None or not after.is_free) and (before is None or not before.is_free):
+            block.pool.add(block)
+        else:
+            self._pool_up(block)
 
     def empty_cache(self) -> None:
         """Returns wholly free segments (of expandable segments, wholly free pages) to the card."""
@@ -166,26 +163,14 @@ class CachingAllocator:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
-    def _find(self, pool: _Pool, size: int) -> int | None:
+    def _find(self, pool: _Pool, size: int) -> int:
         """Returns the position of the smallest free block that fits; one that can grow counts as fully grown."""
         keys = pool.keys
-        at = bisect.bisect_left(keys, size << pool.address_bits)
-        if at == len(keys):
-            return None
+        at = bisect_left(keys, size << _ADDRESS_BITS)
         if self.expandable:
             while at + 1 < len(keys) and _reach(pool.blocks[keys[at + 1]]) < _reach(pool.blocks[keys[at]]):
                 at += 1
         return at
-
-    def _cut(self, block: Block, size: int) -> Block:
-        """Cuts a block to a size; returns the rest, free like the block."""
-        rest = Block(block.address + size, block.size - size, block.pool)
-        after = block.next
-        rest.before, rest.next = block, after
-        if after is not None:
-            after.before = rest
-        block.next, block.size, rest.is_mapped = rest, size, block.is_mapped
-        return rest
 
     def _pool_up(self, block: Block) -> None:
         """Joins a free mapped block with its free neighbours and adds it to its pool."""
@@ -200,6 +185,15 @@ class CachingAllocator:
         pool.add(block)
 
     # -- segments -----------------------------------------------------------------------------------------------
+
+    def _grow_or_fail(self, pool: _Pool, size: int) -> Block:
+        block = self._grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            block = self._grow(pool, size)
+        if block is None:
+            raise OutOfCard(self._missing_bytes)
+        return block
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
         """Returns a block that is in no pool, of memory newly taken from the card; None at the limit."""
@@ -264,7 +258,7 @@ class CachingAllocator:
                     return None
                 self._take(wanted)
                 if page.size > wanted:
-                    self._cut(page, wanted)
+                    _cut(page, wanted)
                 page.is_mapped = True
             if page is not start:
                 _join(start)
@@ -283,16 +277,27 @@ class CachingAllocator:
         pool.remove(block)
         middle = block
         if begin > block.address:
-            middle = self._cut(block, begin - block.address)
+            middle = _cut(block, begin - block.address)
             pool.add(block)
         if end < middle.address + middle.size:
-            pool.add(self._cut(middle, end - begin))
+            pool.add(_cut(middle, end - begin))
         middle.is_mapped = False
         self.reserved_bytes -= middle.size
         if middle.next is not None and not middle.next.is_mapped:
             _join(middle)
         if middle.before is not None and not middle.before.is_mapped:
             _join(middle.before)
+
+
+def _cut(block: Block, size: int) -> Block:
+    """Cuts a block to a size; returns the rest, free like the block."""
+    rest = Block(block.address + size, block.size - size, block.pool)
+    after = block.next
+    rest.before, rest.next = block, after
+    if after is not None:
+        after.before = rest
+    block.next, block.size, rest.is_mapped = rest, size, block.is_mapped
+    return rest
 
 
 def _join(block: Block) -> None:

@@ -204,7 +204,7 @@ class CardMemory:
         histories = list(itertools.product((0, short), (False, True), (False, True)))
         # What is allocated first: it takes little, so that most others fail early.
         sizes = sorted(
-            range(int(allocated * (1 - ESTIMATE_SHARE)), most_bytes, max(short // 2, 1)),
+            range(int(allocated * (1 - ESTIMATE_SHARE)), most_bytes, max(short, 1)),
             key=lambda b: abs(b - allocated),
         )
         for room_bytes in sizes:
