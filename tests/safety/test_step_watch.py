@@ -343,3 +343,32 @@ def test_no_gradient_of_a_parameter_that_is_swapped_for_a_result_is_read() -> No
         for _ in range(2):
             step(model, batch).backward()
     fitted.applied.remove()
+
+
+@pytest.mark.parametrize("num_before", [3, 4, 5, 6])
+def test_two_forwards_before_one_backward_are_seen_whichever_are_counted(num_before: int) -> None:
+    model = Net()
+    fitted = _planned(model)
+
+    def pairs() -> None:
+        for _ in range(3):
+            (_loss(model(_batch()), None) + _loss(model(_batch()), None)).backward()
+            model.zero_grad()
+
+    assert _warned(lambda: [_step(model, _batch()) for _ in range(num_before)] and None) == []
+    message, *others = _warned(pairs)
+    assert not others and "ran 2 times before backward" in message
+    fitted.applied.remove()
+
+
+def test_smaller_batches_whose_gradients_add_up_fit() -> None:
+    model = Net()
+    fitted = _planned(model, "min")
+
+    def halves() -> None:
+        for half in _batch().chunk(2) * 3:
+            _loss(model(half), None).backward()
+        model.zero_grad()
+
+    assert _warned(halves) == []
+    fitted.applied.remove()

@@ -22,7 +22,6 @@ _SMALL_BYTES = 1 << 20  # kSmallSize: larger blocks lie in segments of their own
 SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer; larger segments are a whole number of these, too (kRoundLarge)
 _LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer
 _EXPANDABLE_SEGMENT_BYTES = 1 << 50  # ours, of addresses: more than any card has, and keys have room for it
-_ADDRESS_BITS = 62  # ours, of a free block's key, the rest is its size; addresses begin at 1 << 60
 _OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segment to itself
 
 
@@ -57,6 +56,7 @@ class _Pool:
     """
 
     __slots__ = ("blocks", "first", "is_small", "keys", "least_rest_bytes", "page")
+    address_bits = 62  # of a key, the rest is the size; addresses begin at 1 << 60
 
     def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self.is_small = is_small
@@ -67,12 +67,12 @@ class _Pool:
         self.first: Block | None = None  # of the expandable segment
 
     def add(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.size << self.address_bits | block.address
         self.blocks[key] = block
         insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.size << self.address_bits | block.address
         del self.blocks[key]
         del self.keys[bisect_left(self.keys, key)]
 
@@ -114,7 +114,7 @@ class CachingAllocator:
         size = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES or MIN_BLOCK_BYTES
         pool = self._pools[size > _SMALL_BYTES]
         keys = pool.keys
-        at = self._find(pool, size) if self.expandable else bisect_left(keys, size << _ADDRESS_BITS)
+        at = self._find(pool, size) if self.expandable else bisect_left(keys, size << pool.address_bits)
         block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._grow_or_fail(pool, size)
         if block.size - size >= pool.least_rest_bytes:
             pool.add(_cut(block, size))
@@ -166,7 +166,7 @@ class CachingAllocator:
     def _find(self, pool: _Pool, size: int) -> int:
         """Returns the position of the smallest free block that fits; one that can grow counts as fully grown."""
         keys = pool.keys
-        at = bisect_left(keys, size << _ADDRESS_BITS)
+        at = bisect_left(keys, size << pool.address_bits)
         if self.expandable:
             while at + 1 < len(keys) and _reach(pool.blocks[keys[at + 1]]) < _reach(pool.blocks[keys[at]]):
                 at += 1

@@ -3,8 +3,8 @@
 On a GPU the allocator tracks the peak, and each forward reads that of the last step. On a CPU the peak is estimated:
 the planned peak plus what the step has beyond the planned one: saved bytes, optimizer state, gradients when forward
 begins, outputs that are held during backward, other forwards whose graphs are alive; at least so much, where parameters
-train that were frozen. These are counted in steps 1, 2, 4, 8 and so on, and in each step that looks larger from outside
-than those counted; other steps cost a glance.
+train that were frozen. A smaller batch takes less. All this is counted in steps 1, 2, 4, 8 and so on, in each step that
+looks larger from outside than those counted, and where the graph of another forward is alive; others cost a glance.
 
 Steps that recoup runs for evidence, and plain ones while the plan is suspended, are not looked at. Tensors saved by a
 backward that is itself differentiated (`create_graph`) are not counted.
@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.offload.optimizer_state import state_on_device
-from recoup.runtime.rebuild.kept import Simple, kept_simply, unpacked
+from recoup.runtime.rebuild.kept import unpacked
+from recoup.runtime.saved_counter import SavedCounter
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
@@ -56,7 +57,8 @@ class _Graph:
     """Saved tensors of one forward; `alive` is freed with them.
 
     Attributes:
-        saved_bytes: bytes that autograd keeps; 0 once a backward has freed them.
+        saved_bytes: bytes that autograd keeps, estimated from those of the last forward that was counted if this one
+            was not; 0 once a backward has freed them.
     """
 
     def __init__(self, saved_bytes: int) -> None:
@@ -66,43 +68,6 @@ class _Graph:
 
 class _Alive:
     """Object that a node of a graph holds, so that its end shows the graph's."""
-
-
-class _Counter:
-    """Counts the storages that autograd and the engine keep in one forward, each once, while they are alive."""
-
-    def __init__(self, others: Iterable[torch.Tensor]) -> None:
-        self._others = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
-        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.precisions: dict[str, None] = {}
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the storages that are alive."""
-        return sum(storage.nbytes() for kept in self._kept.values() if (storage := kept()) is not None)
-
-    def saved(self, tensor: torch.Tensor) -> None:
-        """A tensor is kept, perhaps for a while only: a plan by tensor frees some at the end of their segment."""
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._others:
-                self._kept[storage._cdata] = weakref.ref(storage)
-
-    def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        """A tensor is not kept."""
-
-    def pack(self, tensor: torch.Tensor) -> Simple:
-        """Saved-tensor hook for tensors that autograd keeps."""
-        self.saved(tensor)
-        return kept_simply(tensor)
-
-    def note_precision(self, module: nn.Module, args: Any) -> None:
-        """Pre-forward hook of every module: notes the dtype in which modules with floating weights compute."""
-        weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-        if weight is not None:
-            kind = weight.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-            self.precisions[str(dtype).removeprefix("torch.")] = None
 
 
 class StepWatch:
@@ -130,7 +95,10 @@ class StepWatch:
         self._seen: list[_Sight] = []
         self._sight: _Sight | None = None
         self._counting: contextlib.ExitStack | None = None
-        self._counter = _Counter(())
+        self._is_step = False  # whether a forward runs that is looked at, if only at a glance
+        self._batch_bytes = self._saved_bytes = 0  # of this forward, and of the last that was counted
+        self._saved_of = 1  # bytes of that one's batch
+        self._counter = SavedCounter(())
         self._graphs: list[_Graph] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._said_differs = False
@@ -167,13 +135,15 @@ class StepWatch:
             self._ask_allocator()
             return
         batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
+        self._batch_bytes = sum(t.numel() * t.element_size() for t in batch)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
-        glance = self._glance(batch)
+        glance = self._glance()
+        self._is_step = True
         if number & (number - 1) and glance in self._glances and not has_others:
             return
         sight = _Sight(
-            batch=sum(t.numel() * t.element_size() for t in batch),
+            batch=self._batch_bytes,
             gradients=sum(g.nbytes for p in model.parameters() if p.is_leaf and (g := p.grad) is not None),
             state=self._state_bytes(),
             thawed=sum(p.nbytes for p in self._thawed()),
@@ -188,19 +158,19 @@ class StepWatch:
         if not has_others:
             self._graphs.clear()
         self._sight = sight
-        self._counter = _Counter([*model.parameters(), *model.buffers(), *batch])
+        self._counter = SavedCounter([*model.parameters(), *model.buffers(), *batch])
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(execution_context.observing(self._counter))
         hooks = _torch.saved_tensors_hooks(self._counter.pack, unpacked)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
 
-    def _glance(self, batch: list[torch.Tensor]) -> Any:
+    def _glance(self) -> Any:
         """Returns a cheap key of a step, without a walk over the model; steps with equal keys count as alike."""
         signs = [p.is_leaf and p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
         states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast, len(self._thawed())
+        return self._batch_bytes, *signs, *states, autocast, len(self._thawed())
 
     def _thawed(self) -> list[torch.Tensor]:
         """Returns the parameters that train and were frozen when the plan was put in place."""
@@ -213,25 +183,31 @@ class StepWatch:
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model, also called if the forward failed."""
-        if self._counting is None:
+        is_step, self._is_step = self._is_step, False
+        if not is_step:
             return
+        counted = self._counting is not None
         self._stop_counting()
         entered = map(where_backward_enters, iterate_tensors(output)) if output is not None else ()
         tensors = [t for t in entered if t.grad_fn is not None]
         if not tensors or self._sight is None:
             return
-        graph, alive = _Graph(self._counter.total_bytes), _Alive()
+        if counted:
+            self._saved_bytes, self._saved_of = self._counter.total_bytes, max(self._batch_bytes, 1)
+        graph, alive = _Graph(self._saved_bytes * max(self._batch_bytes, 1) // self._saved_of), _Alive()
         graph.alive = weakref.ref(alive)
         self._graphs = [g for g in self._graphs if g.alive is not None and g.alive() is not None and g.saved_bytes]
         self._graphs.append(graph)
-        self._outputs = [weakref.ref(t) for t in tensors if t.numel() > 1]
-        self._seen.append(self._sight)
-        self.num_looked_at += 1
+        if counted:
+            self._outputs = [weakref.ref(t) for t in tensors if t.numel() > 1]
+            self._seen.append(self._sight)
+            self.num_looked_at += 1
 
         def in_backward(gradients: Any) -> None:
             if torch.is_grad_enabled():  # gradients that the loss is made of: the backward of the step comes later
                 return
-            self._judge(self._estimate())
+            if counted:
+                self._judge(self._estimate())
             if not _torch.backward_keeps_graph():
                 graph.saved_bytes = 0
 
@@ -327,7 +303,7 @@ class StepWatch:
             found.append(_words(thawed))
         if found:
             self._said_differs = True
-            fits = "fits; a plan of this step may be faster"
+            fits = "seems to fit; a plan of this step may be faster"
             if thawed:
                 fits = "may hold more than was planned; make a plan again"
             warnings.warn(
@@ -346,7 +322,18 @@ class StepWatch:
         return next(iter(seen)) if planned and seen and planned not in seen else ""
 
     def _estimate(self) -> int:
-        return self.plan.predicted.peak_bytes + sum(nbytes for nbytes, _ in self._beyond())
+        return self.plan.predicted.peak_bytes - self._spared_bytes() + sum(nbytes for nbytes, _ in self._beyond())
+
+    def _spared_bytes(self) -> int:
+        """Returns what a smaller batch takes less at the peak: of all but weights, gradients and state its share."""
+        planned = self.plan.predicted
+        if planned.phase == "optimizer" or self._sight is None or not min(planned.batch_bytes, self._saved_bytes):
+            return 0
+        saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
+        share = max(self._sight.batch / planned.batch_bytes, saved / max(planned.forward_saved_bytes, 1))
+        weights = sum(p.nbytes for refs in (self._trained, self._frozen) for ref in refs if (p := ref()) is not None)
+        fixed = 2 * weights + planned.optimizer_bytes
+        return int(max(planned.peak_bytes - fixed, 0) * max(1 - share, 0))
 
     def _judge(self, peak_bytes: int) -> None:
         self.peak_bytes = peak_bytes
@@ -385,5 +372,5 @@ def find_watches(model: nn.Module) -> list[StepWatch]:
 def _unwatching() -> StepWatch:
     """Returns the replacement of a watch in a deep copy of its model, whose training is not watched."""
     watch = object.__new__(StepWatch)
-    watch._removers, watch._counting = [], None
+    watch._removers, watch._counting, watch._is_step = [], None, False
     return watch

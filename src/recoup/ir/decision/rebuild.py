@@ -44,6 +44,11 @@ class OpMark:
     begins_piece: bool = False
     is_joint: bool = False
 
+    @property
+    def begins(self) -> bool:
+        """Whether something begins with it."""
+        return self.begins_segment or self.begins_piece
+
     def __post_init__(self) -> None:
         kind: Any = type(self)  # hashable, which mypy does not see of a class
         for name, hint in hints_of(kind).items():

@@ -103,7 +103,7 @@ class HeldRecorder(Recorder):
             return super().__torch_dispatch__(func, (), args, kwargs)
         if not self._frames or not facts.is_counted:
             return self._run(facts, args, kwargs)
-        mark = None
+        mark, is_marked = None, False
         if facts.kind != VIEW:
             is_marked = self._frames[-1].marks is not None and self.watch is None
             mark = self.before_op(facts.label, args) if is_marked else None
@@ -115,6 +115,9 @@ class HeldRecorder(Recorder):
         out = self._run(facts, args, kwargs)
         if mark is not None:
             self.obey(mark, out, writes=bool(facts.written or facts.written_names))
+        if is_marked:
+            for late, result in self._frames[-1].ran(out):
+                self.obey(late, result)
         return out
 
     def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from recoup.ir.decision import OpMark
-from recoup.runtime.rebuild.realigned import realigned
+from recoup.runtime.rebuild.realigned import also_begins, realigned
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
 _CAST = "aten._to_copy.default"  # autocast makes one of a parameter, or has it from another call
@@ -58,8 +58,10 @@ class CallMarks:
             if self.latest.names is None:
                 self._planned = self.latest = Numbered(self._planned.marks, names)
         elif len(self._others) < MOST_TRIES and all([other.names != names for other in self._others]):
-            marks = self._planned.marks
-            self.latest = Numbered(realigned([marks[at] for at in sorted(marks)], names), names)
+            marks, known = self._planned.marks, self._planned.names or ()
+            differ = (i for i, (name, planned) in enumerate(zip(names, known, strict=False)) if name != planned)
+            num_alike = next(differ, min(len(names), len(known)))
+            self.latest = Numbered(realigned([marks[at] for at in sorted(marks)], names, num_alike), names)
             self._others.append(self.latest)
 
 
@@ -78,6 +80,7 @@ class Frame:
         marks: by number of op, None where there are none.
         ordinal: the number of the next op, of those that marks count, as the marks in use have it.
         missed: the mark in whose place another op stood.
+        late: marks of ops that ran before it was known where they stand, with their results.
 
     Args:
         lost: is told of marks that met no op of theirs, in words.
@@ -86,10 +89,13 @@ class Frame:
     __slots__ = (
         "_all_marks",
         "_beside_known",
+        "_beside_results",
         "_is_other",
         "_known",
         "_lost",
         "_names",
+        "_passed",
+        "late",
         "marks",
         "missed",
         "ordinal",
@@ -107,6 +113,9 @@ class Frame:
         self.missed: OpMark | None = None
         self._is_other = False
         self._beside_known: list[str] = []  # the last ops, while none has a number
+        self._beside_results: list[Any] = []  # theirs, the last one None until it is there
+        self._passed: set[str] = set()  # those before them
+        self.late: list[tuple[OpMark, Any]] = []
 
     def meet(self, name: str) -> OpMark | None:
         """Counts an op; returns its mark.
@@ -160,21 +169,34 @@ class Frame:
                 return marks.get(next_at)
             if name == _CAST:
                 return None
-        recent = self._beside_known = [*self._beside_known, name][-num_alike:]
+        recent = self._beside_known = [*self._beside_known, name]
+        if len(recent) > num_alike:
+            self._passed.add(recent.pop(0))
+            del self._beside_results[0]
+        self._beside_results.append(None)
         end = next(
             (i + num_alike for i in range(at, at + MOST_REMEMBERED_ANSWERS) if known[i : i + num_alike] == recent), 0
         )
         if len(recent) < num_alike or not end:
             return None
-        self.ordinal, self._beside_known = end, []
+        for i in range(at, end - num_alike):
+            if i in marks and marks[i].holds and marks[i].op in self._passed:
+                self._lose(marks[i])
+        results = zip(range(end - num_alike, end - 1), self._beside_results, strict=False)
+        self.late = [(marks[i], result) for i, result in results if i in marks and result is not None]
+        self.ordinal, self._beside_known, self._beside_results, self._passed = end, [], [], set()
         mark = marks.get(end - 1)
-        begins = next((marks[i] for i in reversed(range(at, end - 1)) if i in marks and marks[i].begins_segment), None)
-        if begins is None:
-            return mark
-        # What was to begin with an op before it begins with this one.
-        mark = mark or OpMark(path=self.path, call=begins.call, ordinal=end - 1, op=name)
-        begins_piece = begins.begins_piece or mark.begins_piece
-        return dataclasses.replace(mark, begins_segment=True, saves=begins.saves, begins_piece=begins_piece)
+        for i in reversed(range(at, end - 1)):  # what was to begin with an op before it begins with this one
+            if i in marks and marks[i].begins:
+                mark = also_begins(mark, marks[i], end - 1, name)
+        return mark
+
+    def ran(self, result: Any) -> list[tuple[OpMark, Any]]:
+        """Takes note of an op's result; returns what is to be obeyed late."""
+        if self._beside_known and self._beside_results[-1] is None:
+            self._beside_results[-1] = result
+        late, self.late = self.late, []
+        return late
 
     def expects(self, names: list[str]) -> bool:
         """Whether nothing speaks against the next ops having these names."""
@@ -185,8 +207,12 @@ class Frame:
             and (self._known is None or self._known[at : at + len(names)] == names)
         )
 
-    def pass_ops(self, names: Sequence[str] | None, num_ops: int = 0) -> None:
-        """Counts ops that are those of the marks in use, `num_ops` of them where their names are not known."""
+    def pass_ops(self, names: Sequence[str] | None, num_ops: int = 0) -> OpMark | None:
+        """Counts ops that are those of the marks in use, `num_ops` of them where their names are not known.
+
+        Returns:
+            The last of their marks that begins a segment.
+        """
         at, self.ordinal = self.ordinal, self.ordinal + (num_ops if names is None else len(names))
         if names is None:
             names = self._known[at : self.ordinal] if self._known is not None else None if num_ops else ()
@@ -194,6 +220,10 @@ class Frame:
             self._names = None
         elif self._names is not None:
             self._names += names
+        marks = self.marks
+        if not marks:
+            return None
+        return next((m for i in reversed(range(at, self.ordinal)) if (m := marks.get(i)) and m.begins_segment), None)
 
     def settle(self) -> None:
         """Called when the call has returned."""

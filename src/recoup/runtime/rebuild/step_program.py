@@ -191,7 +191,11 @@ def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     """Returns the key of a step of a module with these inputs."""
     items = (*args, *kwargs.values())
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
-    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
+    # A flag decides which way a step goes; a number may be another in each.
+    shapes = [
+        item.shape if isinstance(item, torch.Tensor) else item if type(item) in (bool, str) else type(item)
+        for item in items
+    ]
     dims = [len(shape) if isinstance(shape, torch.Size) else shape for shape in shapes]
     has_grad = tuple([tensor.requires_grad for tensor in tensors])  # more is saved in layers without gradients, then
     # `functional_call` puts tensors in the parameters' place, which nothing is rebuilt from.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup.ir.decision import OpMark
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.dynamic_shapes import Layout, Varied
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply, kept_with_its_node
@@ -16,7 +17,6 @@ from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, keep, pack
 from recoup.runtime.rebuild.segment_program import Wish
 from recoup.runtime.rebuild.segment_run import Lists, SegmentRun, Waiting
-from recoup.runtime.rebuild.segments import Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
     REBUILD,
@@ -323,7 +323,7 @@ class StepRun:
         recorder.turn += self.num_saved
         for segment in self._segments.values():
             segment.end_early()
-        last = self._retrace(recorder)
+        last, begun = self._retrace(recorder)
         for ref in self._kept.values():
             kept = ref()
             if type(kept) is not Kept:
@@ -332,13 +332,18 @@ class StepRun:
             value.kept = weakref.ref(kept)
             recorder.set_value(kept.tensor, value)
         self.slots.clear()  # whoever is given something of it has it by now
-        recorder.segment = Segment()
+        recorder.begin_segment(in_pieces=begun is not None and begun.begins_piece)
         if last is not None:
             recorder.deriving = last.deriving
 
-    def _retrace(self, recorder: Any) -> ProgramCall | Boundary | None:
-        """Has the recorder enter and leave what the step did so far; returns what it came by last."""
+    def _retrace(self, recorder: Any) -> tuple[ProgramCall | Boundary | None, OpMark | None]:
+        """Has the recorder enter and leave what the step did so far.
+
+        Returns:
+            What it came by last, and the mark with which its segment began.
+        """
         last: ProgramCall | Boundary | None = None
+        begun: OpMark | None = None
         first = 0
         opened: list[str] = []
         told = self._last_told()
@@ -346,7 +351,7 @@ class StepRun:
             assert boundary.call is not None
             if boundary.index > told and boundary.call.index >= self.call.index:
                 break  # nobody knows whether it came by that
-            recorder.frame.pass_ops(None, boundary.num_ops)
+            begun = recorder.frame.pass_ops(None, boundary.num_ops) or begun
             if boundary.path is None:
                 opened.pop()
                 recorder.leave()
@@ -355,7 +360,8 @@ class StepRun:
                 recorder.enter(boundary.path)
             last, first = boundary, boundary.call.index
         for call in self._program.calls[first : self.call.index]:
-            recorder.frame.pass_ops(call.form and [label for label, _, _ in call.form.counted], call.num_ops)
+            labels = call.form and [label for label, _, _ in call.form.counted]
+            begun = recorder.frame.pass_ops(labels, call.num_ops) or begun
             last = call
         inside = [settings.path for settings in recorder.inside]
         while opened != inside[: len(opened)]:
@@ -363,7 +369,7 @@ class StepRun:
             recorder.leave()
         for path in inside[len(opened) :]:
             recorder.enter(path)
-        return last
+        return last, begun
 
     def _last_told(self) -> int:
         """Returns the place of the last boundary that was passed of those that somebody is told of, -1 if none was."""
