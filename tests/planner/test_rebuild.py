@@ -619,3 +619,27 @@ def test_a_plan_that_the_step_does_not_run_with_is_left_out(monkeypatch: pytest.
     made = recoup.plan(model, batch, budget="90%", loss=loss, cost=FlopsCost())
     assert made.decisions and not any(isinstance(d, Rebuild) for d in made.decisions)
     assert "a plan with rebuild was left out: it cannot [E102]" in made.notes
+
+
+class _Residual(nn.Module):
+    """Layers in the model's own code, whose blocks on a card do not fill whole segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(1000, 1000, device="meta")) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x + torch.tanh(F.gelu(x @ weight))
+        return x
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_the_first_plan_for_a_card_leaves_room_for_what_its_blocks_take(share: float) -> None:
+    batch = torch.empty(3000, 1000, device="meta")
+    spec = StepSpec(model=_Residual(), batch=batch, dialect="cuda", capability=(9, 0), round_bytes=512)
+    planner = Planner(spec, cost=RooflineCost(get_device("h100-sxm")), actions=("rebuild",))
+    budget_bytes = int(share * planner.plain.peak_bytes)
+    assert planner.fit(budget_bytes) is not None and planner.plain.card_excess_bytes > 0
+    plans = [c for d, c in planner.simulated.items() if any(isinstance(one, Rebuild) for one in d)]
+    assert plans[0].peak_bytes <= budget_bytes

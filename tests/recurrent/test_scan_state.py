@@ -172,6 +172,8 @@ def test_nests_without_grad_and_nothing_to_train() -> None:
         ({"slots": 0}, "slots"),
         ({"chunk": 1.5}, "chunk"),
         ({"budget": "many"}, "many"),
+        ({"budget": "auto"}, "'auto' is not for a loop"),
+        ({"budget": "min"}, "'min' is not for a loop"),
         ({"outputs": "best"}, "outputs"),
         ({"length": 3}, "length=3"),
     ],
