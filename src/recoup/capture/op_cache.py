@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup._pytree import collect_tensors
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Signature
@@ -245,7 +246,7 @@ def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         return _NEVER
     if func._schema.is_mutable and _op_key(func, args, kwargs) != key:
         return _NEVER
-    recipe = _of(func, args, out, set())
+    recipe = _of(func, args, out, _storages_of(args))
     if recipe is _NEVER:
         return _NEVER
     return recipe if _is_same(_make(recipe, args, mode), out) else _NEVER
@@ -264,7 +265,11 @@ def _is_keepable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
-    """Returns the recipe of one result: ("plain", value), ("argument", i), ("new", ...), ("view", i, ...) or a nest."""
+    """Returns the recipe of one result: ("plain", value), ("argument", i), ("new", ...), ("view", i, ...) or a nest.
+
+    Args:
+        seen: addresses of storages that no new result lies in: of arguments, and of results before it.
+    """
     if out is None or type(out) is int:  # longest sequences of attention, by the shapes
         return ("plain", out)
     if isinstance(out, (tuple, list)):
@@ -282,20 +287,16 @@ def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
         # In another dtype it would begin at another multiple.
         is_relative = is_of_first and first.dtype == out.dtype
         return ("view", 0, _torch.FakeTemplate(out, first)) if is_relative else _NEVER
-    if func._schema.is_mutable or out.storage_offset() or storage._cdata in seen or _shares(storage, args):
+    if func._schema.is_mutable or out.storage_offset() or storage._cdata in seen:
         return _NEVER
     seen.add(storage._cdata)
     return ("new", _torch.FakeTemplate(out))
 
 
-def _shares(storage: Any, items: Any) -> bool:
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            if item.untyped_storage() is storage:
-                return True
-        elif isinstance(item, (list, tuple)) and _shares(storage, item):
-            return True
-    return False
+def _storages_of(items: Any) -> set[int]:
+    tensors: list[torch.Tensor] = []
+    collect_tensors(items, tensors)
+    return {t.untyped_storage()._cdata for t in tensors}
 
 
 def _make(recipe: Any, args: tuple[Any, ...], mode: Any) -> Any:

@@ -116,10 +116,11 @@ class CardMemory:
             reserved_bytes=max(a.peak_reserved_bytes for a in found),
         )
 
-    def size(self, step: CardEvents, *, reserves: bool) -> CardSize:
+    def size(self, step: CardEvents, plenty: CardNeed, *, reserves: bool) -> CardSize:
         """Returns the smallest card that a process runs the step on from its first step on.
 
         Args:
+            plenty: what the step needs of a card that has plenty, see `need`.
             reserves: whether the process may take the step's memory in one piece before (`runtime/card_room.py`); it
                 does where that asks for less.
 
@@ -129,9 +130,7 @@ class CardMemory:
         state there before the first step (loaded from a checkpoint) it is a size of its own. The worst counts, and
         `SAME_SHARE` more for others.
         """
-        plenty = self.need(step, expandable=True)
-        expandable_bytes = _with_margin(self._smallest(step, plenty, expandable=True))
-        plenty = self.need(step)
+        expandable_bytes = _with_margin(self._smallest(step, self.need(step, expandable=True), expandable=True))
         room = self._room(step, plenty) if reserves else None
         if room is not None and not self._is_enough(step, room[1], resumes=False):
             needed_bytes = _with_margin(room[1])

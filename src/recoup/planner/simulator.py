@@ -14,7 +14,7 @@ from recoup.capture.capture import capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
 from recoup.capture.spec import StepSpec
 from recoup.capture.watched_step import FailedUnderPlan
-from recoup.cost.card_memory import CardEvents, CardMemory, CardSize, uses_cublas
+from recoup.cost.card_memory import CardEvents, CardMemory, CardNeed, CardSize, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import product_flops
 from recoup.cost.hidden_memory import hidden_blocks
@@ -72,7 +72,7 @@ class Simulator:
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
         self.failures: dict[str, str] = {}
         self.takes_loss_in_place = False
-        self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
+        self._card_steps: dict[tuple[Decision, ...], tuple[CardEvents, CardNeed]] = {}
         self._proofs = Proofs()
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
@@ -161,11 +161,17 @@ class Simulator:
     def card_size(self, chosen: tuple[Decision, ...]) -> CardSize:
         """Returns the smallest card that the step with `chosen` applied runs on."""
         assert self.card is not None
-        events = self._card_events.get(chosen)
-        if events is None:
-            priced = self.simulate_priced(chosen)
-            events = self.card.events(priced.trace, priced.op_workspace_bytes)
-        return self.card.size(events, reserves=bool(chosen))
+        if chosen not in self._card_steps:
+            self._note_card(chosen, self.simulate_priced(chosen))
+        return self.card.size(*self._card_steps[chosen], reserves=bool(chosen))
+
+    def _note_card(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> CardNeed:
+        """Returns what a captured and priced step with `chosen` needs of a card that has plenty."""
+        assert self.card is not None
+        events = self.card.events(priced.trace, priced.op_workspace_bytes)
+        need = self.card.need(events)
+        self._card_steps[chosen] = events, need
+        return need
 
     def _optimizer_step(self) -> tuple[int, float]:
         """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
@@ -197,8 +203,7 @@ class Simulator:
             peak_bytes = filled_bytes = self._optimizer[0] + self.fixed_bytes
             phase = "optimizer"
         if self.card is not None:
-            events = self._card_events[chosen] = self.card.events(trace, priced.op_workspace_bytes)
-            peak_bytes = self.card.need(events).allocated_bytes
+            peak_bytes = self._note_card(chosen, priced).allocated_bytes
         seconds = step_seconds(chosen, priced, plain=self.trace)
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         held = trace.held_storages()

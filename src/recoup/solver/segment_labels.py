@@ -94,11 +94,14 @@ class LabelMaker:
         earlier = [v for v in self.alive.at(i) if v not in own and v not in shared]
         first, end = problem.places[i], self._ends[j - 1]
         # A held value that nothing else would keep is there from its maker on, beside what plain forward counts.
-        there = self._bare[first:end].copy()
+        num = end - first
+        rises = [0] * (num + 1)
         for value in charged:
-            there[max(self._maker[value], released[value] + 1, first) - first :] += sizes[value]
+            rises[min(max(self._maker[value] - first, released[value] + 1 - first, 0), num)] += sizes[value]
         for value in shared:  # counted with what is held
-            there[: released[value] + 1 - first] -= sizes[value]
+            rises[0] -= sizes[value]
+            rises[min(released[value] + 1 - first, num)] += sizes[value]
+        there = self._bare[first:end] + np.array(rises[:num]).cumsum()
         found: dict[tuple[tuple[int, int], ...], int] = {}
         ends = sorted({end, *(released[v] + 1 for v in earlier if first <= released[v] < end - 1)})
         for begin, stop in itertools.pairwise((first, *ends)):
