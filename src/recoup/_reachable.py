@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import collections
+import dis
 import functools
 import io
 import random
@@ -185,9 +186,12 @@ class Reached:
         if function.__dict__:
             yield name, function.__dict__
         if self._is_users(function.__globals__.get("__name__", "")):
-            yield from self._look_at_names(frozenset(names_in(function.__code__)), function.__globals__)
+            names, attributes = names_in(function.__code__)
+            yield from self._look_at_names(names, attributes, function.__globals__)
 
-    def _look_at_names(self, names: frozenset[str], scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _look_at_names(
+        self, names: frozenset[str], attributes: frozenset[str], scope: dict[str, Any]
+    ) -> Iterator[tuple[str, Any]]:
         for name in sorted(names):
             if (id(scope), name) in self._bound:
                 continue
@@ -196,7 +200,7 @@ class Reached:
             value = scope.get(name)
             if isinstance(value, types.ModuleType):
                 if value.__dict__ is not scope and self._is_users(value.__name__):
-                    yield from self._look_at_names(names & value.__dict__.keys(), value.__dict__)
+                    yield from self._look_at_names(attributes & value.__dict__.keys(), attributes, value.__dict__)
             elif type(value) not in _ATOMS:
                 yield self._noting_once_only(name, value, scope, name)
 
@@ -247,12 +251,21 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(n for c in kind.__mro__ for n, v in vars(c).items() if isinstance(v, types.MemberDescriptorType))
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that a function's code looks up outside of itself, those of functions inside of it too."""
-    yield from code.co_names
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the global names in a function's code, and those of attributes; of functions inside of it, too."""
+    names: set[str] = set()
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_NAME" or "GLOBAL" in instruction.opname:
+            names.add(instruction.argval)
+        elif instruction.opcode in dis.hasname:
+            attributes.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            for found, inside in zip((names, attributes), names_in(constant), strict=True):
+                found |= inside
+    return frozenset(names), frozenset(attributes)
 
 
 def _contents(cell: types.CellType) -> Any:

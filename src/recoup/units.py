@@ -49,9 +49,10 @@ def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
             raise UsageError(
                 f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
             )
-        value = int(float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()])
-        if not match.group(2) and 0 < value < MIB:
-            share = f"'{text.strip()}%', or " if takes_share else ""
+        number = float(match.group(1).replace("_", ""))
+        value = int(number * _SUFFIX_BYTES[match.group(2).lower()])
+        if not match.group(2) and 0 < number < MIB:
+            share = f"'{number if number >= 1 else 100 * number:g}%', or " if takes_share else ""
             asked = "bytes or per cent" if takes_share else "bytes"
             raise UsageError(f"{text!r}: {asked}? Write {share}a unit: '{text.strip()}GiB'.")
     if value <= 0:

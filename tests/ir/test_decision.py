@@ -70,7 +70,7 @@ def test_a_decision_is_read_back_from_its_json(decision: Decision) -> None:
         ({"path": "a"}, "unknown action None"),
         (
             {"action": "rebuild", "path": "", "marks": [{"path": ""}]},
-            "a mark has the fields begins_piece, begins_segment",
+            "each of marks has the fields begins_piece, begins_segment",
         ),
         ({"action": "rebuild", "path": "", "marks": 3}, "marks must be a list"),
         ({"action": "rebuild", "path": "layers"}, "it is about the whole step"),

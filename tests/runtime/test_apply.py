@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.decision import Recompute, Rederive, Save
+from recoup.ir.decision import Rebuild, Recompute, Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.models import KINDS, make, same, step
@@ -167,6 +170,22 @@ def test_conflicts_are_refused() -> None:
     recoup.apply(model, plan)
     with pytest.raises(recoup.ConflictError, match="already applied"):
         recoup.apply(model, plan)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", ["every block", "rebuild"])
+def test_a_copys_plan_can_be_taken_off(copied: Callable[[nn.Module], nn.Module], kind: str) -> None:
+    model, batch, _ = make("stack")
+    before = apply_decisions(model, [Rebuild(path="")] if kind == "rebuild" else STACK[kind])
+    twin = copied(model)
+    before.remove()
+    assert recoup.Applied.on(model) is None
+    applied = recoup.Applied.on(twin)
+    assert applied is not None
+    twin(batch).backward()
+    applied.remove()
+    assert recoup.Applied.on(twin) is None
+    assert not any("forward" in m.__dict__ for m in twin.modules())
 
 
 def test_weights_changed_before_backward_are_noticed() -> None:

@@ -228,6 +228,37 @@ def test_nothing_is_left_and_others_profilers_and_copies_are_undisturbed() -> No
     assert after == hooks
 
 
+class Skipping(nn.Module):
+    """Layers that a step may run without some of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(6))
+        self.skipped: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in self.skipped:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("skipping", [(3, 5), (3, 6, 7), (5, 9, 13)])
+def test_steps_that_run_other_calls_are_counted_whenever_they_come(skipping: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Skipping()
+    plan = recoup.plan(model, _batch(), budget="min", loss=_loss, actions=("recompute",))
+    recoup.apply(model, plan)
+
+    def train() -> None:
+        for number in range(14):
+            model.skipped = (1, 4) if number in skipping else ()
+            _step(model, _batch())
+
+    (said,) = _warned(train)
+    assert "it ran other calls than the planned step" in said
+
+
 @pytest.mark.slow
 def test_most_steps_are_not_metered() -> None:
     model = Net()

@@ -116,6 +116,7 @@ class Call:
         first_op: first op of its forward.
         last_op: one past the last op of its forward.
         inputs: storages of its argument tensors.
+        input_numel: elements of its argument tensors.
         outputs: storages of its result tensors.
         input_grad_bytes: bytes of the gradients of its arguments.
         output_grad_bytes: bytes of the gradients of its results.
@@ -143,6 +144,7 @@ class Call:
     draws_random: bool
     chained: bool
     runs_once: bool = False
+    input_numel: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +179,7 @@ class Trace:
         notes: sentences for people about what was estimated.
         draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
-        num_saved: tensors that autograd saves in the model's forward.
-        input_numel: elements of the tensors that the model is called with, the fewest where it is called again.
+        num_saved: tensors that autograd saves in calls of the model and its modules.
     """
 
     source: Literal["fake", "real"]
@@ -199,7 +200,6 @@ class Trace:
     draws_on_host: bool = False
     optimizer_host_bytes: int = 0
     num_saved: int = 0
-    input_numel: int = 0
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -18,9 +18,9 @@ import torch
 
 from recoup.cost.flops import product_flops
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import OpMark, Rebuild
+from recoup.ir.decision import Entry, OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.planner.op_addresses import addresses_of, facts_of, planned_forwards
+from recoup.planner.op_addresses import addresses_of, facts_of, planned_entries
 from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
@@ -47,7 +47,7 @@ class HeldView:
     flop_seconds: float
     addresses: tuple[OpMark | None, ...]
     num_saved: int
-    input_numel: int
+    entries: tuple[Entry, ...]
     maker: dict[int, int]
     parts: dict[int, tuple[int, ...]]
 
@@ -80,7 +80,7 @@ class HeldView:
             if address is not None and says:
                 found[address] = found.get(address, {}) | says
         marked = tuple(dataclasses.replace(address, **says) for address, says in found.items())
-        return Rebuild(path="", marks=marked, num_saved=self.num_saved, input_numel=self.input_numel)
+        return Rebuild(path="", marks=marked, num_saved=self.num_saved, entries=self.entries)
 
     def _saved_by(self, at: int) -> list[int]:
         """Returns the values that autograd saves for an op and other ops made."""
@@ -107,11 +107,11 @@ def held_view(
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops
-    forwards = planned_forwards(trace)
-    if not forwards:
+    entries = planned_entries(trace)
+    if not entries:
         return None
-    of_model = {at for call in forwards for at in range(call.first_op, call.last_op)}
-    num_ops = forwards[-1].last_op
+    of_model = {at for call in entries for at in range(call.first_op, call.last_op)}
+    num_ops = entries[-1].last_op
     positions = range(num_ops)  # with what the step runs besides: noise, a forward without gradients
     overheads = priced.serial_costs.rerun_op_seconds
     value_of: dict[int, int] = {}
@@ -187,8 +187,6 @@ def held_view(
                 draws=draws if can_rerun else (),
             )
         )
-    if dear:
-        ops = [op._replace(can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
     self_saved: set[int] = set()
     parts: dict[int, tuple[int, ...]] = {}
@@ -220,12 +218,16 @@ def held_view(
                 self_saved.add(value)
             if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
                 value_bytes[value] = 0
+    # What is saved between two entries stays as it is.
+    dear.update(v for at, values in enumerate(saves) if at not in of_model for v in values)
+    if dear:
+        ops = [op._replace(can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     # A saved tensor that is not held takes its time on top of the op that makes it again.
     each = priced.serial_costs.packed_tensor_seconds + priced.serial_costs.followed_tensor_seconds
     handles = [sum(num_rebuilt[v] for v in op.outputs if value_bytes[v]) for op in ops]
     ops = [op._replace(seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
-    addresses = tuple(addresses_of(trace, forwards))
+    addresses = tuple(addresses_of(trace, entries))
     begins = frozenset(p for p in of_model if _may_begin(trace, p))
     places = [0, *waists(_by_storage(ops, versions.values()), crossing_sizes, in_loops=in_loops, allowed=begins)]
     places = _thinned(places, ops, value_bytes)
@@ -261,12 +263,15 @@ def held_view(
         entering_bytes=_entering_bytes(trace, [*places, num_ops]),
         after_bytes=after_bytes,
     )
+    input_numel: dict[str, int] = {}
+    for call in entries:
+        input_numel[call.path] = min(call.input_numel, input_numel.get(call.path, call.input_numel))
     return HeldView(
         problem=problem,
         flop_seconds=flop_seconds,
         addresses=addresses,
         num_saved=trace.num_saved,
-        input_numel=trace.input_numel,
+        entries=tuple(Entry(path=path, input_numel=numel) for path, numel in input_numel.items()),
         maker=maker,
         parts=parts,
     )

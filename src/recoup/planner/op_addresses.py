@@ -1,4 +1,4 @@
-"""Which forwards of the model a plan by tensor is for, and how ops in them are addressed."""
+"""Which calls from outside a plan by tensor is for, of the model or its parts, and how ops in them are addressed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from recoup.ir.trace import Call, TensorSpec, Trace
 from recoup.runtime.rebuild.cheap_ops import DETACH, VIEW, OpFacts, op_facts
 
 
-def planned_forwards(trace: Trace) -> list[Call]:
-    """Returns the calls of the model for which autograd saves something, in order."""
+def planned_entries(trace: Trace) -> list[Call]:
+    """Returns the calls from outside of any other for which autograd saves something, in order."""
     saving = {op for storage in trace.storages for op in storage.saved_ops}
-    return [call for call in trace.calls if not call.path and not saving.isdisjoint(range(call.first_op, call.last_op))]
+    outermost = (call for call in trace.calls if call.parent < 0)
+    return [call for call in outermost if not saving.isdisjoint(range(call.first_op, call.last_op))]
 
 
-def addresses_of(trace: Trace, forwards: Sequence[Call]) -> list[OpMark | None]:
-    """Returns how the ops up to the last of the model's forwards are addressed, calls counted from the first of these.
+def addresses_of(trace: Trace, entries: Sequence[Call]) -> list[OpMark | None]:
+    """Returns how the ops up to the last entry's end are addressed, calls counted from the first entry of its path.
 
-    Each forward counts from its own beginning, and so has the marks of the first. None for ops outside of them and for
-    those without a number, see `reads_numbers`.
+    Each entry counts from its own beginning, and so has the marks of the first of its path. None for ops outside of
+    them and for those without a number, see `reads_numbers`.
     """
-    earlier = collections.Counter(call.path for call in trace.calls[: trace.calls.index(forwards[0])])
     counts: dict[int, int] = {}
-    found: list[OpMark | None] = [None] * forwards[-1].last_op
-    for at in (at for forward in forwards for at in range(forward.first_op, forward.last_op)):
+    found: list[OpMark | None] = [None] * entries[-1].last_op
+    earlier: dict[str, collections.Counter[str]] = {}
+    for entry in entries:
+        if entry.path not in earlier:
+            before = trace.calls[: trace.calls.index(entry)]
+            earlier[entry.path] = collections.Counter(call.path for call in before)
+    for path, at in ((entry.path, at) for entry in entries for at in range(entry.first_op, entry.last_op)):
         op = trace.ops[at]
         signature = trace.signatures[op.signature]
         name = signature.name
@@ -39,7 +44,8 @@ def addresses_of(trace: Trace, forwards: Sequence[Call]) -> list[OpMark | None]:
         ordinal = counts.get(op.call, 0)
         counts[op.call] = ordinal + 1
         call = trace.calls[op.call]
-        found[at] = OpMark(path=call.path, call=call.index - earlier[call.path], ordinal=ordinal, op=name)
+        number = call.index - earlier[path][call.path]
+        found[at] = OpMark(path=call.path, call=number, ordinal=ordinal, op=name, entry=path)
     return found
 
 

@@ -159,7 +159,7 @@ class Reached:
                 continue
         found += [(value, function.__name__) for value in function.__defaults__ or ()]
         found += list(zip((function.__kwdefaults__ or {}).values(), (function.__kwdefaults__ or {}).keys()))
-        for name in names_in(function.__code__):
+        for name in sorted(names_in(function.__code__)[0]):
             if name in function.__globals__:
                 found.append((function.__globals__[name], name))
         return found

@@ -32,7 +32,7 @@ from recoup.runtime.planned_call import Settings, StepState, run_call
 from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import StepLog
-from recoup.runtime.step_watch import StepWatch
+from recoup.runtime.step_watch import StepWatch, find_watches
 from recoup.runtime.tile.module.tiled import Proofs
 
 
@@ -45,6 +45,16 @@ class Applied:
         self.model = model
         self._watch: StepWatch | None = None
         self._room: CardRoom | None = None
+
+    @classmethod
+    def on(cls, model: nn.Module) -> Applied | None:
+        """Returns a handle of the plan in place on a model, None if there is none: a copy has a plan nobody applied."""
+        patches = find_patches(model)
+        if not patches:
+            return None
+        found = cls(model, patches, patches[0].settings.state)
+        found._watch = next(iter(find_watches(model)), None)
+        return found
 
     def watch(self, plan: Plan) -> None:
         """Has a card's memory reserved as planned; warns once if a step's peak passes the plan's budget.

@@ -31,7 +31,7 @@ def refuse_conflicts(model: nn.Module) -> None:
     if find_patches(model):
         raise ConflictError(
             f"A recoup plan is already applied to this {type(model).__name__}. Call `.remove()` on what `apply` or "
-            "`fit` returned first."
+            "`fit` returned first; a copy of a planned model has its plan too: `recoup.Applied.on(model).remove()`."
         )
     for path, module in model.named_modules():
         if find_patch(module) is not None:

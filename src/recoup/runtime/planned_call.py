@@ -48,7 +48,15 @@ _nothing = contextlib.nullcontext()
 
 
 class StepState:
-    """State that the patched forwards of one model share, such as the number of calls of each path in this step."""
+    """State that the patched forwards of one model share, such as the number of calls of each path in this step.
+
+    A step begins with the model's own forward, or with the first call after a backward: it may call parts of the model
+    alone.
+
+    Attributes:
+        calls: how many there were of each path in this step.
+        is_over: whether backward has begun; noted where the model's own forward did not run.
+    """
 
     def __init__(
         self,
@@ -64,11 +72,40 @@ class StepState:
         self.rederived_calls = RederiveCalls() if only_rederives else None
         self.offloading = offloading
         self.calls: dict[str, int] = {}
+        self.is_over = False
         self.proofs = Proofs() if proofs is None else proofs
         self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
         self.places: dict[str, Places] = {}
         self.suspended = False
+
+    def count(self, path: str) -> int:
+        """Counts a call; returns its number in the step."""
+        self._begin_step()
+        call = self.calls.get(path, 0)
+        self.calls[path] = call + 1
+        return call
+
+    def next_call(self, path: str) -> int:
+        """Returns the number that the next call of a path has."""
+        self._begin_step()
+        return self.calls.get(path, 0)
+
+    def will_end(self, output: Any) -> Any:
+        """Returns a call's output; with its backward the step is over, if the model's own forward is no part of it."""
+        if self.counts_calls and "" not in self.calls and not execution_context.is_recomputing():
+            node = next((t.grad_fn for t in iterate_tensors(output) if t.grad_fn is not None), None)
+            if node is not None:
+                node.register_prehook(self._end_step)
+        return output
+
+    def _end_step(self, gradients: Any) -> None:
+        self.is_over = True
+
+    def _begin_step(self) -> None:
+        if self.is_over and not execution_context.is_recomputing():
+            self.is_over = False
+            self.calls.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
         offloading = copy.deepcopy(self.offloading, memo)
@@ -152,8 +189,8 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     settings: Settings = patched.settings
     state = settings.state
     if state.suspended or not torch.is_grad_enabled() or _torch.inside_transform():
-        if state.counts_calls:
-            state.calls[settings.path] = state.calls.get(settings.path, 0) + 1
+        if state.counts_calls and not state.suspended and patched.module.training:  # an evaluation is part of no step
+            state.count(settings.path)
         return patched.original(*args, **kwargs)
     if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
@@ -172,14 +209,13 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
     state = settings.state
     prepared: _Prepared | None = patched.prepared
     if prepared is not None and prepared.settings is settings and prepared.decided is not None:
-        call = state.calls.get(settings.path, 0)
-        if call not in prepared.decided:
-            state.calls[settings.path] = call + 1
-            return patched.original(*args, **kwargs)
+        if state.next_call(settings.path) not in prepared.decided:
+            state.count(settings.path)
+            return state.will_end(patched.original(*args, **kwargs))
     recorder = current_recorder()
     if not isinstance(recorder, WatchedRecorder) or recorder.calls is not state.rederived_calls:
         with execution_context.counting_for(state.counts):
-            return _run_planned(patched, args, kwargs)
+            return state.will_end(_run_planned(patched, args, kwargs))
     watch = recorder.watch
     is_told = settings.path not in recorder.untold
     if watch is not None and (not is_told or watch.passes(settings.path)):
@@ -220,10 +256,7 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     prepared: _Prepared | None = patched.prepared
     if prepared is None or prepared.settings is not settings:
         prepared = patched.prepared = _Prepared(patched)
-    call = 0
-    if state.counts_calls:
-        call = state.calls.get(settings.path, 0)
-        state.calls[settings.path] = call + 1
+    call = state.count(settings.path) if state.counts_calls else 0
     decision, inside = prepared.always or (settings.decide(call), settings.regions(call, args))
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
@@ -361,7 +394,8 @@ class _Nested:
         if self.calls is None or not self.ran:
             self.ran = True
             return forward(*args, **kwargs)
-        calls = self.patched.settings.state.calls
+        state = self.patched.settings.state
+        calls = state.calls
         current = dict(calls)
         calls.clear()
         calls.update(self.calls)

@@ -4,7 +4,8 @@ On a GPU the allocator tracks the peak, and each forward reads that of the last 
 the planned peak plus what the step has beyond the planned one: saved bytes, optimizer state, gradients when forward
 begins, outputs that are held during backward, other forwards whose graphs are alive; at least so much, where parameters
 train that were frozen. A smaller batch takes less. All this is counted in steps 1, 2, 4, 8 and so on, in each step that
-looks larger from outside than those counted, and where the graph of another forward is alive; others cost a glance.
+looks larger from outside than those counted, where the graph of another forward is alive, and until those are counted
+that have another number of nodes; others cost a glance.
 
 Steps that recoup runs for evidence, and plain ones while the plan is suspended, are not looked at. Tensors saved by a
 backward that is itself differentiated (`create_graph`) are not counted.
@@ -102,6 +103,11 @@ class StepWatch:
         self._graphs: list[_Graph] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._said_differs = False
+        # Numbers of nodes that forwards have made: of those that were counted, and of others, which are looked out for.
+        self._kinds: set[int] = set()
+        self._wanted: set[int] = set()
+        self._patience = MOST_REMEMBERED_ANSWERS  # steps that are counted for that
+        self._first_node = 0
         self._removers: list[Any] = []
         if self._device.type in ("cpu", "cuda"):
             self._removers.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -139,8 +145,9 @@ class StepWatch:
         number, self._num_steps = self._num_steps, self._num_steps + 1
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
         glance = self._glance()
-        self._is_step = True
-        if number & (number - 1) and glance in self._glances and not has_others:
+        self._is_step, self._first_node = True, _torch.next_node_number()
+        is_wanted = not number & (number - 1) or has_others or bool(self._wanted)
+        if glance in self._glances and not is_wanted:
             return
         sight = _Sight(
             batch=self._batch_bytes,
@@ -153,7 +160,7 @@ class StepWatch:
         is_new = len(self._seen) < MOST_REMEMBERED_ANSWERS and not is_covered
         if is_covered and len(self._glances) < MOST_REMEMBERED_ANSWERS:
             self._glances.add(glance)
-        if number & (number - 1) and not is_new and not has_others:
+        if not is_new and not is_wanted:
             return
         if not has_others:
             self._graphs.clear()
@@ -192,6 +199,7 @@ class StepWatch:
         tensors = [t for t in entered if t.grad_fn is not None]
         if not tensors or self._sight is None:
             return
+        self._note_kind(_torch.next_node_number() - self._first_node, counted=counted)
         if counted:
             self._saved_bytes, self._saved_of = self._counter.total_bytes, max(self._batch_bytes, 1)
         graph, alive = _Graph(self._saved_bytes * max(self._batch_bytes, 1) // self._saved_of), _Alive()
@@ -215,6 +223,17 @@ class StepWatch:
             assert node is not None
             node.metadata["recoup"] = alive  # type: ignore[index]  # a property, which the hints take for a method
             node.register_prehook(in_backward)
+
+    def _note_kind(self, num_nodes: int, *, counted: bool) -> None:
+        """Takes note of how many nodes a forward has made: one that runs other calls mostly makes another number."""
+        if counted:
+            self._kinds.add(num_nodes)
+            self._patience -= bool(self._wanted)
+            self._wanted.discard(num_nodes)
+        elif num_nodes not in self._kinds:
+            self._wanted.add(num_nodes)
+        if self._patience <= 0:
+            self._wanted.clear()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if execution_context.is_unwatched():
@@ -304,8 +323,8 @@ class StepWatch:
         if found:
             self._said_differs = True
             fits = "seems to fit; a plan of this step may be faster"
-            if thawed:
-                fits = "may hold more than was planned; make a plan again"
+            if thawed or (planned.batch_bytes and sight.batch > planned.batch_bytes):
+                fits = "may take more than was planned; make a plan again"
             warnings.warn(
                 f"This training step of {self.plan.model_class} is not the one that was planned: {'; '.join(found)}. "
                 f"It is as exact, and {fits}. This is said once. [E303]",

@@ -247,6 +247,7 @@ class Recording:
                         inner.last_op - first,
                         refs(inner.inputs),
                         refs(inner.outputs),
+                        inner.input_numel,
                         inner.input_grad_bytes,
                         inner.output_grad_bytes,
                         inner.chained,

@@ -389,7 +389,7 @@ class _Unfolder(Recording):
                 made.children = [new + c for c in inner[3]]
                 made.last_op = call.first_op + inner[5]
                 made.inputs, made.outputs = (tuple(self._resolve(r, key) for r in refs) for refs in inner[6:8])
-                made.input_grad_bytes, made.output_grad_bytes, made.chained, made.refusal = inner[8:]
+                made.input_numel, made.input_grad_bytes, made.output_grad_bytes, made.chained, made.refusal = inner[8:]
                 self.calls.append(made)
                 if inner[2] == 0:
                     call.children.append(len(self.calls) - 1)

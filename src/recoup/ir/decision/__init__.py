@@ -14,7 +14,7 @@ from recoup.ir.decision.ambient import Rederive, Save
 from recoup.ir.decision.base import Ambient, Decision
 from recoup.ir.decision.loss import LossInPlace
 from recoup.ir.decision.offload import Offload
-from recoup.ir.decision.rebuild import OpMark, Rebuild
+from recoup.ir.decision.rebuild import Entry, OpMark, Rebuild
 from recoup.ir.decision.region import Loop, Recompute, Region
 from recoup.ir.decision.scan import Scan
 from recoup.ir.decision.tile import Tile, TileLoss, TileModule
@@ -24,6 +24,7 @@ __all__ = [
     "DECISIONS",
     "Ambient",
     "Decision",
+    "Entry",
     "Loop",
     "LossInPlace",
     "Offload",

@@ -19,7 +19,8 @@ class OpMark:
 
     Attributes:
         path: dotted path of the module whose own code dispatches the op ("" is the model).
-        call: which call of that module in the step, from 0.
+        call: which call of that module in the step, from 0; in that call from outside that it is part of.
+        entry: dotted path of the module whose call from outside of any other the op is part of ("" is the model).
         ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers and
             are no views; ops of modules called inside do not count.
         op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
@@ -43,6 +44,7 @@ class OpMark:
     saves: bool = False
     begins_piece: bool = False
     is_joint: bool = False
+    entry: str = ""
 
     @property
     def begins(self) -> bool:
@@ -50,12 +52,34 @@ class OpMark:
         return self.begins_segment or self.begins_piece
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)  # hashable, which mypy does not see of a class
-        for name, hint in hints_of(kind).items():
-            if not fits(getattr(self, name), hint):
-                raise UsageError(f"A mark's {name} must be {said(hint)}; got {shown(getattr(self, name))}.")
+        _check_fields(self, "A mark")
         if min(self.call, self.ordinal) < 0:
             raise UsageError(f"A mark counts calls and ops from 0; got {self.call} and {self.ordinal}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A module that the step calls from outside of any other: the model, or one of its parts.
+
+    Attributes:
+        path: dotted path of the module ("" is the model).
+        input_numel: elements of the tensors that it is called with there, the fewest where it is called again: what is
+            too small to be rebuilt is smaller yet in a step of fewer. 0: not known.
+    """
+
+    path: str = ""
+    input_numel: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "An entry")
+
+
+def _check_fields(item: Any, what: str) -> None:
+    """Raises UsageError if a field is not of its type."""
+    kind: Any = type(item)  # hashable, which mypy does not see of a class
+    for name, hint in hints_of(kind).items():
+        if not fits(getattr(item, name), hint):
+            raise UsageError(f"{what}'s {name} must be {said(hint)}; got {shown(getattr(item, name))}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +93,7 @@ class Rebuild(Decision):
         marks: in the order of the forward.
         num_saved: how many tensors autograd saves in the planned forward; a step that saves another number went
             another way. None: not known.
-        input_numel: elements of the tensors that the model is called with there: what is too small to be rebuilt is
-            smaller yet in a step of fewer. 0: not known.
+        entries: the calls it is about, and what they call; what the step runs outside of them is as it was.
     """
 
     action: ClassVar[str] = "rebuild"
@@ -79,7 +102,7 @@ class Rebuild(Decision):
 
     marks: tuple[OpMark, ...] = ()
     num_saved: int | None = None
-    input_numel: int = 0
+    entries: tuple[Entry, ...] = (Entry(),)
 
     @property
     def below(self) -> Ambient:
@@ -93,8 +116,8 @@ class Rebuild(Decision):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The module it is in, and those whose ops are marked."""
-        return tuple(dict.fromkeys([self.path, *(m.path for m in self.marks)]))
+        """The module it is in, those that it enters, and those whose ops are marked."""
+        return tuple(dict.fromkeys([self.path, *(e.path for e in self.entries), *(m.path for m in self.marks)]))
 
     @property
     def num_segments(self) -> int:
@@ -108,8 +131,9 @@ class Rebuild(Decision):
 
     def renamed(self, paths: Mapping[str, str]) -> Self:
         """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
-        marks = tuple(dataclasses.replace(m, path=paths[m.path]) for m in self.marks)
-        return dataclasses.replace(self, path=paths[self.path], marks=marks)
+        marks = tuple(dataclasses.replace(m, path=paths[m.path], entry=paths[m.entry]) for m in self.marks)
+        entries = tuple(dataclasses.replace(e, path=paths[e.path]) for e in self.entries)
+        return dataclasses.replace(self, path=paths[self.path], marks=marks, entries=entries)
 
     def words(self) -> str:
         """Returns the action in words, without its place."""
@@ -150,16 +174,18 @@ class Rebuild(Decision):
         """Returns a field's value from plain JSON data.
 
         Raises:
-            UsageError: if `marks` are none.
+            UsageError: if `marks` or `entries` are none.
         """
-        if name != "marks":
+        kind = {"marks": OpMark, "entries": Entry}.get(name)
+        if kind is None:
             return value
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise UsageError(f"Decision 'rebuild': marks must be a list; got {shown(value)}.")
-        known = {field.name for field in dataclasses.fields(OpMark)}
-        for mark in value:
-            if not isinstance(mark, dict) or not {"path", "call", "ordinal", "op"} <= mark.keys() <= known:
+            raise UsageError(f"Decision 'rebuild': {name} must be a list; got {shown(value)}.")
+        fields = dataclasses.fields(kind)
+        known, needed = {f.name for f in fields}, {f.name for f in fields if f.default is dataclasses.MISSING}
+        for item in value:
+            if not isinstance(item, dict) or not needed <= item.keys() <= known:
                 raise UsageError(
-                    f"Decision 'rebuild': a mark has the fields {', '.join(sorted(known))}; got {shown(mark)}."
+                    f"Decision 'rebuild': each of {name} has the fields {', '.join(sorted(known))}; got {shown(item)}."
                 )
-        return tuple(OpMark(**mark) for mark in value)
+        return tuple(kind(**item) for item in value)

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.ir.decision import LossInPlace, Rebuild
+from recoup.ir.decision import Entry, LossInPlace, Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
@@ -31,6 +31,7 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
+        entries: those of the decision, by path. marks: of each, by its path.
         loss: how the model's own cross entropies run; None: as they are.
         warned: whether the warning about a step with other ops than planned was given.
         counts: counters of the steps (`execution_context`).
@@ -41,7 +42,8 @@ class HeldState:
     def __init__(self, decision: Rebuild, loss: LossInPlace | None = None) -> None:
         self.decision = decision
         self.loss = loss
-        self.marks = marks_of(decision.marks)
+        self.entries = {entry.path: entry for entry in decision.entries}
+        self.marks = {path: marks_of(m for m in decision.marks if m.entry == path) for path in self.entries}
         self.calls = Calls()
         self.counts = Counts()
         self.suspended = False
@@ -70,7 +72,7 @@ class HeldState:
 
 @dataclasses.dataclass(frozen=True)
 class HeldSettings:
-    """Settings of one patched forward: the model's own starts the recorder, each enters its module in it."""
+    """Settings of one patched forward: that of an entry starts the recorder, each enters its module in it."""
 
     path: str
     state: HeldState
@@ -98,8 +100,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         recorder = current_recorder()
     state = settings.state
     if torch.compiler.is_compiling():
-        if not settings.path and torch.is_grad_enabled():
-            tell_compiled(state.decision.action, type(patched.module).__name__, "")
+        if settings.path in state.entries and torch.is_grad_enabled():
+            tell_compiled(state.decision.action, type(patched.module).__name__, settings.path)
         return patched.original(*args, **kwargs)
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
@@ -115,19 +117,20 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             _leave(recorder, is_unit)
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
-    if settings.path or recorder is not None:
+    entry = state.entries.get(settings.path)
+    if entry is None or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        marks = state.marks if torch.is_grad_enabled() else {}  # an evaluation saves nothing
-        recorder = HeldRecorder(marks, _share(state.decision, args, kwargs))
-        recorder.enter("")
+        marks = state.marks[entry.path] if torch.is_grad_enabled() else {}  # an evaluation saves nothing
+        recorder = HeldRecorder(marks, _share(entry, args, kwargs))
+        recorder.enter(entry.path)
         is_followed = False
         if _torch.num_function_modes() or state.calls.is_compiled:
             with losses_in_place(state.loss), recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
         else:
             loss = None if state.loss is None else LossInPlaceMode(state.loss)
-            watch = CallWatch(recorder, state.calls, like_step(patched.module, args, kwargs), loss)
+            watch = CallWatch(recorder, state.calls, like_step(patched.module, args, kwargs, entry.path), loss)
             with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
@@ -151,13 +154,13 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     return result
 
 
-def _share(decision: Rebuild, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Returns how many of the planned inputs' elements a step has, as a share of at most 1."""
-    if not decision.input_numel:
+def _share(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Returns how many of the planned inputs' elements a call has, as a share of at most 1."""
+    if not entry.input_numel:
         return 1.0
     tensors = iterate_tensors((args, kwargs))
     numel = sum([tensor.numel() for tensor in tensors if tensor.layout is torch.strided])
-    return min(1.0, numel / decision.input_numel)
+    return min(1.0, numel / entry.input_numel)
 
 
 def _leave(recorder: Any, is_unit: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ class CallMarks:
             self._others.append(self.latest)
 
 
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], CallMarks]:
-    """Returns marks by module path and call."""
+def marks_of(marks: Iterable[OpMark]) -> dict[tuple[str, int], CallMarks]:
+    """Returns the marks of one entry by module path and call."""
     found: dict[tuple[str, int], dict[int, OpMark]] = {}
     for mark in marks:
         found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark

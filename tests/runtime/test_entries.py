@@ -1,0 +1,130 @@
+"""Steps that call parts of the model alone, and not, or not only, the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recoup
+from recoup.evidence.memory import measure_peak, storage_bytes
+from recoup.ir.decision import Rebuild
+
+WIDTH = 48
+
+
+class Half(nn.Module):
+    """Layers in the code of one forward."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + F.dropout(F.gelu(F.layer_norm(x, (WIDTH,)) @ weight), 0.1) * torch.sigmoid(x)
+        return x
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Half(), Half()
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.encoder(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.encoder(x))
+        return out
+
+
+def whole(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
+def halves(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model.decoder(model.encode(x)), x)  # type: ignore[operator]
+
+
+def noise_between(model: nn.Module, x: Tensor) -> Tensor:
+    mean = model.encoder(x)  # type: ignore[operator]
+    noisy = mean + torch.exp(0.5 * mean) * torch.randn_like(mean)
+    return F.mse_loss(model.decoder(noisy), x) + (mean.pow(2) - mean).mean()  # type: ignore[operator]
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model.encoder(x), model.encoder(x.flip(0)))  # type: ignore[operator]
+
+
+def after_a_teacher(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = model.decoder(model.encoder(x))  # type: ignore[operator]
+    return F.mse_loss(model.decoder(model.encoder(x)), target)  # type: ignore[operator]
+
+
+def with_the_model(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).pow(2).mean() + model.encoder(x).mean()  # type: ignore[operator]
+    return out
+
+
+STEPS = (halves, noise_between, twice, after_a_teacher, with_the_model)
+
+
+def _peak(step: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, x: Tensor) -> int:
+    model.zero_grad()
+    held_bytes = storage_bytes([*model.parameters(), x])
+    return measure_peak(lambda: step(model, x).backward(), device=torch.device("cpu"), held_bytes=held_bytes)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("budget", ["min", "60%"])
+def test_a_step_that_calls_parts_alone_keeps_to_its_budget_in_every_step(
+    step: Callable[[nn.Module, Tensor], Tensor], budget: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(64, 8, WIDTH)
+    fit = recoup.fit(model, x, step=step, budget=budget, timed=False)
+    assert fit.evidence.ok
+    assert fit.plan.predicted.peak_bytes <= fit.plan.budget_bytes
+    for number in range(4):
+        assert _peak(step, model, x) <= fit.plan.budget_bytes * 1.005, number
+
+
+def test_parts_called_alone_fit_in_what_the_models_own_forward_fits_in_and_what_one_hands_on() -> None:
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(64, 8, WIDTH)
+    least = [recoup.plan(model, x, step=step, budget="min").budget_bytes for step in (whole, halves)]
+    assert least[1] <= least[0] + x.nbytes
+
+
+@pytest.mark.parametrize("actions", [("rebuild",), ("recompute",)])
+def test_what_runs_between_two_steps_changes_none_of_them(actions: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(64, 8, WIDTH)
+    plan = recoup.plan(model, x, step=twice, budget="min", actions=actions)
+    with recoup.apply(model, plan) as applied:
+        for number in range(3):
+            assert _peak(twice, model, x) <= plan.budget_bytes * 1.005, number
+            model.eval()
+            with torch.no_grad():
+                model.decoder(model.encoder(x))
+            model.train()
+            with applied.suspended():
+                twice(model, x).backward()
+
+
+def test_a_plan_names_the_parts_that_are_called_alone() -> None:
+    torch.manual_seed(0)
+    plan = recoup.plan(Pair(), torch.randn(64, 8, WIDTH), step=halves, budget="60%", actions=("rebuild",))
+    (decision,) = plan.decisions
+    assert isinstance(decision, Rebuild)
+    assert [entry.path for entry in decision.entries] == ["encoder", "decoder"]
+    assert {mark.entry for mark in decision.marks} <= {"encoder", "decoder"}
+    assert recoup.Plan.from_json(plan.to_json()) == plan
