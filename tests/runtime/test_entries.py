@@ -1,8 +1,12 @@
-"""Steps that call parts of the model alone, and not, or not only, the model's own forward."""
+"""Steps that call parts of the model alone, or other methods, and not, or not only, the model's own forward."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.decision import Rebuild
+from recoup.runtime.apply import apply_decisions
 
 WIDTH = 48
 
@@ -128,3 +133,122 @@ def test_a_plan_names_the_parts_that_are_called_alone() -> None:
     assert [entry.path for entry in decision.entries] == ["encoder", "decoder"]
     assert {mark.entry for mark in decision.marks} <= {"encoder", "decoder"}
     assert recoup.Plan.from_json(plan.to_json()) == plan
+
+
+class Coder(nn.Module):
+    """Encodes and decodes by methods of its own, in whose code the layers lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (
+            nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 7) for _ in range(4)) for _ in "ab"
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def through(self, x: Tensor, weights: nn.ParameterList) -> Tensor:
+        for weight in weights:
+            x = x + F.dropout(F.gelu(self.norm(x) @ weight), 0.1) * torch.sigmoid(x)
+        return x
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.through(x, self.down)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.through(x, self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self(x), x)
+
+
+class Holder(nn.Module):
+    """Has such a model as a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder, self.head = Coder(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.coder(x))
+        return out
+
+
+def by_methods(model: Any, x: Tensor) -> Tensor:
+    mean = model.encode(x)
+    return F.mse_loss(model.decode(mean + torch.randn_like(mean)), x) + mean.pow(2).mean()
+
+
+def by_one_around_forward(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.loss(x)
+    return out
+
+
+def by_a_parts_methods(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.head(model.coder.decode(model.coder.encode(x))).pow(2).mean()
+    return out
+
+
+def by_forward_and_a_method(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model(x).pow(2).mean() + model.encode(x).mean()
+    return out
+
+
+METHOD_STEPS: dict[Callable[[Any, Tensor], Tensor], tuple[type[nn.Module], list[str]]] = {
+    by_methods: (Coder, ["encode()", "decode()"]),
+    by_one_around_forward: (Coder, ["loss()"]),
+    by_a_parts_methods: (Holder, ["coder.encode()", "coder.decode()", "head"]),
+    by_forward_and_a_method: (Coder, ["", "encode()"]),
+}
+
+
+@pytest.mark.parametrize("step", METHOD_STEPS, ids=lambda step: step.__name__)
+def test_methods_that_a_step_calls_are_planned_as_forward_is(step: Callable[[Any, Tensor], Tensor]) -> None:
+    kind, keys = METHOD_STEPS[step]
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(64, 8, WIDTH)
+    before = set(vars(model))
+    fit = recoup.fit(model, x, step=step, budget="35%", timed=False)
+    assert fit.evidence.ok
+    (decision,) = fit.plan.decisions
+    assert isinstance(decision, Rebuild) and [entry.key for entry in decision.entries] == keys
+    assert recoup.Plan.from_json(fit.plan.to_json()) == fit.plan
+    twins = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for number, twin in enumerate([model, *twins]):
+        assert _peak(step, twin, x) <= fit.plan.budget_bytes * 1.005, number
+    fit.applied.remove()
+    for twin in twins[1:]:
+        applied = recoup.Applied.on(twin)
+        assert applied is not None
+        applied.remove()
+    for twin in twins:
+        assert _peak(step, twin, x) > fit.plan.budget_bytes * 1.5
+        assert not {"encode", "decode", "loss"} & set(vars(twin))
+    assert set(vars(model)) == before
+
+
+def test_steps_by_methods_have_the_plain_gradients_also_of_other_sizes() -> None:
+    torch.manual_seed(0)
+    model = Coder()
+    plain, x = copy.deepcopy(model), torch.randn(64, 8, WIDTH)
+    plan = recoup.plan(model, x, step=by_methods, budget="min")
+    recoup.apply(model, plan)
+    for rows in (64, 64, 64, 48, 64, 48, 32):
+        for each in (model, plain):
+            each.zero_grad()
+            torch.manual_seed(rows)
+            by_methods(each, x[:rows]).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_a_plan_for_methods_is_refused_where_there_are_none() -> None:
+    torch.manual_seed(0)
+    plan = recoup.plan(Coder(), torch.randn(64, 8, WIDTH), step=by_methods, budget="50%", actions=("rebuild",))
+    (decision,) = plan.decisions
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    marks = dataclasses.replace(decision, marks=())  # type: ignore[call-arg]
+    with pytest.raises(recoup.PlanMismatch, match=r"names `encode\(\)`, which Sequential does not have"):
+        apply_decisions(model, [marks])
+    assert "forward" not in vars(model)

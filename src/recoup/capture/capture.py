@@ -86,7 +86,9 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             stacklevel=2,
         )
     try:
-        return _capture_real(spec, reason)
+        num_methods = len(spec.methods)
+        trace = _capture_real(spec, reason)
+        return trace if num_methods == len(spec.methods) else _capture_real(spec, reason)
     except Failed as error:
         if error.__cause__ is not None and is_allocation_failure(error.__cause__):
             raise StepError(
@@ -145,18 +147,18 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
 
     A forward that caches tensors (masks) finds them there in training. So if a capture finds that a second forward runs
     other ops, one runs before the step that is captured. Where tensors are kept out of the snapshot's reach, that first
-    forward is a real one.
+    forward is a real one. If it finds methods that the step calls, they are noted in another.
     """
 
     def body(mode: Any, trackers: list[Tracker]) -> Trace:
         return _capture_on(mode, trackers, spec, known, memory)
 
-    began_second = spec.carried.differs
+    began_second, num_methods = spec.carried.differs, len(spec.methods)
     trace, keepers = run_on_fakes(body, is_thorough=known is None)
     is_on_host = next(spec.model.parameters()).device.type == "cpu"  # on a device nothing runs unasked
     if keepers and not spec.carried.keepers and is_on_host:
         spec.carried.keepers.extend(keepers)
-    elif began_second == spec.carried.differs:
+    elif (began_second, num_methods) == (spec.carried.differs, len(spec.methods)):
         return trace
     return run_on_fakes(body, is_thorough=True)[0]
 
@@ -199,7 +201,7 @@ def _capture_on(
                 with torch.no_grad():
                     _run_forward(spec, before, device, island, mode, None)
                 draw_from(spec.draw)
-            recorder = CallRecorder(spec.model, tracker)
+            recorder = CallRecorder(spec.model, tracker, spec.methods if spec.objective.step else None)
             folding = None
             if memory is not None:
                 watches, likely = known is None, _longest(batch)
@@ -361,7 +363,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
-            recorder = CallRecorder(spec.model, tracker)
+            recorder = CallRecorder(spec.model, tracker, spec.methods if spec.objective.step else None)
             with tracker, saving(tracker):
                 source = run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=True)
             gradients = note_gradients(parameters, tracker)

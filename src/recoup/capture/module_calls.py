@@ -1,15 +1,17 @@
-"""Which module call an op belongs to: hooks on every module, for the time of the capture."""
+"""Which call of a module, or of a method from outside, an op belongs to: hooks on every module while it is captured."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup._pytree import iterate_tensors
+from recoup.capture.method_calls import Method, MethodFinder, NotedMethod
 from recoup.capture.tracker import Tracker
 from recoup.runtime import execution_context
 from recoup.runtime.tile.loss.lazy_logits import is_lazy
@@ -36,11 +38,36 @@ class CallRecord:
         self.last_child_output: weakref.ref[torch.Tensor] | None = None
 
 
-class CallRecorder:
-    """Follows module calls through the forward; a context manager that leaves no hook behind."""
+class MethodRecord:
+    """A method's call while it is recorded; becomes an `ir.trace.MethodCall`."""
 
-    def __init__(self, model: nn.Module, tracker: Tracker) -> None:
+    def __init__(self, method: Method, index: int, first_op: int, input_numel: int, num_calls_before: int) -> None:
+        self.method = method
+        self.index = index
+        self.first_op = self.last_op = first_op
+        self.input_numel = input_numel
+        self.num_calls_before = num_calls_before
+
+    def renumber(self, new_op: Sequence[int], new_call: Sequence[int]) -> None:
+        """Takes over new numbers of ops and calls, by the old."""
+        self.first_op, self.last_op = new_op[self.first_op], new_op[self.last_op]
+        self.num_calls_before = new_call[self.num_calls_before]
+
+
+class CallRecorder:
+    """Follows module calls through the forward; a context manager that leaves no hook behind.
+
+    Args:
+        methods: whose calls from outside are recorded too; others are added as they are found. None: not looked for.
+    """
+
+    def __init__(self, model: nn.Module, tracker: Tracker, methods: dict[Method, None] | None = None) -> None:
         self.calls: list[CallRecord] = []
+        self.method_calls: list[MethodRecord] = []
+        self._methods = methods
+        self._finder = None if methods is None else MethodFinder(model, methods)
+        self._method: MethodRecord | None = None
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._model = model
         self._tracker = tracker
         self._stack: list[int] = []
@@ -56,9 +83,24 @@ class CallRecorder:
             self._removers.append(
                 module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True, prepend=True)
             )
+        for path, name in self._methods or ():
+            module = self._model.get_submodule(path)
+            attributes = module.__dict__
+            self._replaced.append((attributes, name, attributes.get(name)))
+            begin = functools.partial(self.begin_method, (path, name))
+            attributes[name] = NotedMethod(getattr(module, name), begin, self.end_method)
+        if self._finder is not None:
+            self._tracker.on_outside = self.look_outside
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._tracker.on_outside = None
+        while self._replaced:
+            attributes, name, before = self._replaced.pop()
+            if before is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = before
         for remover in self._removers:
             remover.remove()
         self._removers.clear()
@@ -72,6 +114,27 @@ class CallRecorder:
             and not execution_context.is_recomputing()
             and not execution_context.is_in_tile()
         )
+
+    def look_outside(self) -> None:
+        """Called where an op runs outside of all calls of modules."""
+        if self._method is None and self._finder is not None:
+            self._finder.look()
+
+    def begin_method(self, method: Method, args: Any, kwargs: Any) -> MethodRecord | None:
+        """Notes that a method's call begins; None if it is inside of another call."""
+        if not self.listens() or self._stack or self._method is not None:
+            return None
+        index = sum(call.method == method for call in self.method_calls)
+        tensors = [t for t in iterate_tensors((args, kwargs)) if t.layout is torch.strided]
+        numel = sum(t.numel() for t in tensors)
+        self._method = MethodRecord(method, index, len(self._tracker.ops), numel, len(self.calls))
+        self.method_calls.append(self._method)
+        return self._method
+
+    def end_method(self, call: MethodRecord) -> None:
+        """Notes that it ends."""
+        call.last_op = len(self._tracker.ops)
+        self._method = None
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes that a call begins."""

@@ -30,6 +30,7 @@ from recoup._interrupts import heard, postponed, under_modes
 from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
+from recoup.runtime.patch import PatchedMethod
 from recoup.runtime.recompute.rng_state import StreamState
 
 _ABSENT = object()
@@ -204,14 +205,13 @@ def _shallow(container: Any) -> Any:
 
 
 def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
-    """Restores the contents of a container; a plan that was applied since stays (`forward` of a module)."""
+    """Restores the contents of a container; a plan that was applied since stays (`forward` of a module, methods)."""
     if isinstance(container, dict):
         if _is_as_it_was(container, held):
             return
-        if keeps_forward and ("forward" in held or "forward" in container):
-            held = {k: v for k, v in held.items() if k != "forward"}
-            if "forward" in container:
-                held["forward"] = container["forward"]
+        patches = {k: v for k, v in container.items() if _is_patch(k, v)} if keeps_forward else {}
+        if patches or (keeps_forward and any(_is_patch(k, v) for k, v in held.items())):
+            held = {k: v for k, v in held.items() if not _is_patch(k, v)} | patches
             if _is_as_it_was(container, held):
                 return
         kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
@@ -228,6 +228,11 @@ def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
         kind.extend(container, held)
 
 
+def _is_patch(key: Any, value: Any) -> bool:
+    """Whether an attribute of a module is where a plan is put in place."""
+    return isinstance(value, PatchedMethod) or (type(key) is str and key == "forward")
+
+
 def _is_as_it_was(container: Any, held: dict[Any, Any]) -> bool:
     """Whether a dict has the same objects under the same keys, in the same order."""
     if dict.__len__(container) != len(held) or not all(map(operator.is_, dict.values(container), held.values())):
@@ -241,7 +246,7 @@ def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = Fals
         now = _by_order(now, before) if "_hooks" in name.rpartition(".")[2] else now
         for key in dict.fromkeys([*before, *now]):
             one, other = now.get(key, _ABSENT), before.get(key, _ABSENT)
-            if one is not other and not (skips_forward and key == "forward"):
+            if one is not other and not (skips_forward and (_is_patch(key, one) or _is_patch(key, other))):
                 where = f"{name}.{key}" if name and key != "" else f"{name}{key}"
                 yield where, _told(one)
     elif isinstance(now, set):

@@ -9,6 +9,7 @@ from torch import nn
 
 from recoup.capture.draws import Draw
 from recoup.capture.folding import FoldingMemory
+from recoup.capture.method_calls import Method
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.snapshot import KnownState
 from recoup.capture.step import Objective
@@ -41,6 +42,7 @@ class StepSpec:
         folding: facts about the step's loops that captures share; None: loops are captured in full.
         carried: what captures found that a forward leaves for the next.
         draw: state of python's and numpy's random streams, see `draws`.
+        methods: those that the step was found to call from outside, other than forward.
         known_state: the snapshot of a series of captures between which no other code runs.
     """
 
@@ -55,4 +57,5 @@ class StepSpec:
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
     draw: int = Draw.AS_IT_IS
     carried: Carried = dataclasses.field(default_factory=Carried, compare=False)
+    methods: dict[Method, None] = dataclasses.field(default_factory=dict, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)

@@ -11,7 +11,7 @@ from recoup.capture.records import StorageRecord
 from recoup.capture.sums import let_go_before
 from recoup.capture.tracker import Tracker
 from recoup.ir.labels import paths_around
-from recoup.ir.trace import Call, Op, Storage, Trace
+from recoup.ir.trace import Call, MethodCall, Op, Storage, Trace
 
 
 def build_trace(
@@ -61,7 +61,22 @@ def build_trace(
         reason=reason,
         notes=notes,
         draws_on_host=tracker.draws_on_host,
-        num_saved=sum(call >= 0 for _, call in tracker.save_ops),
+        num_saved=sum(
+            call >= 0 or any(c.first_op <= at <= c.last_op for c in recorder.method_calls)
+            for at, call in tracker.save_ops
+        ),
+        method_calls=tuple(
+            MethodCall(
+                path=c.method[0],
+                method=c.method[1],
+                index=c.index,
+                first_op=c.first_op,
+                last_op=c.last_op,
+                input_numel=c.input_numel,
+                num_calls_before=c.num_calls_before,
+            )
+            for c in recorder.method_calls
+        ),
         optimizer_host_bytes=optimizer_host_bytes,
         device=device,
         fingerprint=fingerprint,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +47,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Records ops and storages.
 
     Attributes:
-        phase: current phase of the step; set by the capture.
-        call: current module call; set by the capture.
+        phase, call: current phase of the step, and module call; set by the capture.
+        on_outside: called where an op of the forward runs outside of all module calls.
         writes: (op, storage) pairs of arguments changed in place.
         random_ops: ops that drew random numbers.
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
@@ -76,6 +76,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.phase: Phase = "forward"
         self.draws_on_host = False
         self.call = -1
+        self.on_outside: Callable[[], None] | None = None
         self.writes: list[tuple[int, int]] = []
         self.random_ops: list[int] = []
         self.save_ops: list[tuple[int, int]] = []
@@ -177,9 +178,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 found += [self._index(part, "temporary", alloc_op, label) for part in dense_parts(tensor)]
         return tuple(found)
 
-    def _is_outside(self, tensor: torch.Tensor) -> bool:
-        return _is_plain(tensor) and tensor.untyped_storage()._cdata in self.outside
-
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
         if not self.recording:
@@ -274,6 +272,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return self._results.run(func, args, kwargs) if any(map(_torch.is_fake, tensors)) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
+        if self.call < 0 and self.on_outside is not None and self.phase == "forward":
+            self.on_outside()
         let_in()  # not where a question about a tensor is answered, which must not raise
         index = len(self.ops)
         self.marks.append((len(self._storages), self.num_rederived))
@@ -288,7 +288,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 "no plan and takes them."
             )
         call, origin = self._origin(index)
-        if func.is_view and tensors and self._is_outside(tensors[0]) and _torch.is_fake(outputs[0]):
+        of_plain = func.is_view and tensors and _is_plain(tensors[0]) and _torch.is_fake(outputs[0])
+        if of_plain and tensors[0].untyped_storage()._cdata in self.outside:
             # Fakes of what is real, and there once: a weight that is not the model's, transposed.
             storage = outputs[0].untyped_storage()
             self._handles[storage._cdata] = Handle(storage, self._died.append, inputs[0], is_own=False)

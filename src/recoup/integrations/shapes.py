@@ -38,8 +38,9 @@ from recoup.ir.plan import Plan
 from recoup.runtime.apply import apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.patch import PatchedForward, Runner, repatch, unpatch
-from recoup.runtime.planned_call import Settings, StepState, run_call
+from recoup.runtime.planned_call import Settings, run_call
 from recoup.runtime.rebuild.apply_held import HeldSettings
+from recoup.runtime.step_state import StepState
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -148,6 +148,28 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MethodCall:
+    """One execution of another method than forward, of the model or a part of it, outside of all calls.
+
+    Attributes:
+        path: dotted module path ("" is the model itself).
+        index: how many times that method was called so before.
+        first_op: first op in it.
+        last_op: one past the last op in it.
+        input_numel: elements of its argument tensors.
+        num_calls_before: calls of modules that began before it.
+    """
+
+    path: str
+    method: str
+    index: int
+    first_op: int
+    last_op: int
+    input_numel: int
+    num_calls_before: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """One event in the life of a storage that is moved to the host.
 
@@ -179,7 +201,8 @@ class Trace:
         notes: sentences for people about what was estimated.
         draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
-        num_saved: tensors that autograd saves in calls of the model and its modules.
+        num_saved: tensors that autograd saves in calls of the model, its modules and their methods.
+        method_calls: those outside of all calls.
     """
 
     source: Literal["fake", "real"]
@@ -200,6 +223,7 @@ class Trace:
     draws_on_host: bool = False
     optimizer_host_bytes: int = 0
     num_saved: int = 0
+    method_calls: tuple[MethodCall, ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

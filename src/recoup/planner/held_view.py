@@ -20,7 +20,7 @@ from recoup.cost.flops import product_flops
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Entry, OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.planner.op_addresses import addresses_of, facts_of, planned_entries
+from recoup.planner.op_addresses import addresses_of, entries_of, facts_of, planned_entries
 from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
@@ -162,7 +162,7 @@ def held_view(
         can_rerun = (
             facts is not None
             and at in of_model
-            and trace.calls[op.call].path not in kept_paths
+            and (op.call < 0 or trace.calls[op.call].path not in kept_paths)
             and (
                 facts.can_rerun
                 or facts.runs_again(signature.args)
@@ -263,15 +263,12 @@ def held_view(
         entering_bytes=_entering_bytes(trace, [*places, num_ops]),
         after_bytes=after_bytes,
     )
-    input_numel: dict[str, int] = {}
-    for call in entries:
-        input_numel[call.path] = min(call.input_numel, input_numel.get(call.path, call.input_numel))
     return HeldView(
         problem=problem,
         flop_seconds=flop_seconds,
         addresses=addresses,
         num_saved=trace.num_saved,
-        entries=tuple(Entry(path=path, input_numel=numel) for path, numel in input_numel.items()),
+        entries=entries_of(entries),
         maker=maker,
         parts=parts,
     )

@@ -27,11 +27,12 @@ from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
-from recoup.runtime.patch import PatchedForward, Runner, find_patch, patch_all, unpatch
-from recoup.runtime.planned_call import Settings, StepState, run_call
-from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
+from recoup.runtime.patch import Patched, PatchedForward, Runner, find_patch, patch_all, patched_methods, unpatch
+from recoup.runtime.planned_call import Settings, run_call
+from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held, run_method
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import StepLog
+from recoup.runtime.step_state import StepState
 from recoup.runtime.step_watch import StepWatch, find_watches
 from recoup.runtime.tile.module.tiled import Proofs
 
@@ -39,7 +40,7 @@ from recoup.runtime.tile.module.tiled import Proofs
 class Applied:
     """A plan in place. `remove()` restores the model; as a context manager it does so at the end."""
 
-    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState | HeldState) -> None:
+    def __init__(self, model: nn.Module, patches: list[Patched], state: StepState | HeldState) -> None:
         self._patches = patches
         self._state = state
         self.model = model
@@ -49,7 +50,7 @@ class Applied:
     @classmethod
     def on(cls, model: nn.Module) -> Applied | None:
         """Returns a handle of the plan in place on a model, None if there is none: a copy has a plan nobody applied."""
-        patches = find_patches(model)
+        patches = find_all_patches(model)
         if not patches:
             return None
         found = cls(model, patches, patches[0].settings.state)
@@ -85,7 +86,7 @@ class Applied:
         is_on = bool(self._patches)
         while self._patches:
             unpatch(self._patches.pop())
-        for copied in find_patches(self.model) if is_on else ():  # deep copies of patched modules in this model
+        for copied in find_all_patches(self.model) if is_on else ():  # deep copies of patched modules in this model
             unpatch(copied)
         if isinstance(self._state, StepState):
             self._state.places.clear()  # what regions noted of the model's objects
@@ -212,13 +213,23 @@ def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Deci
             f"`rebuild` decides about the whole step and stands alone, but for `loss-in-place`; the plan also has "
             f"{other.action!r} for `{other.path}`. Make a plan with one or the other."
         )
+    for entry in decision.entries:
+        if entry.method and not callable(getattr(model.get_submodule(entry.path), entry.method, None)):
+            raise PlanMismatch(
+                f"The plan names `{entry.key}`, which {type(model).__name__} does not have. Make a plan for this model."
+            )
     state = HeldState(decision, loss)
     wanted = [
         (module, run_held, HeldSettings(path=path, state=state))
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)  # its ops belong to the call around it
     ]
-    return Applied(model, patch_all(wanted), state)
+    methods = [
+        (model.get_submodule(e.path), run_method, HeldSettings(path=e.path, state=state, entry=e.key), e.method)
+        for e in decision.entries
+        if e.method
+    ]
+    return Applied(model, patch_all(wanted, methods), state)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:
@@ -234,6 +245,13 @@ def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of the plan that is in place on `model`."""
     found = map(find_patch, model.modules())
     return [f for f in found if f is not None and f.runner in (run_call, run_held)]
+
+
+def find_all_patches(model: nn.Module) -> list[Patched]:
+    """Returns the patched forwards of that plan, and its other patched methods."""
+    found: list[Patched] = list(find_patches(model))
+    found += [method for module in model.modules() for method in patched_methods(module)]
+    return found
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from torch import nn
 
 from recoup import _interrupts, _torch, progress
 from recoup.runtime import execution_context, scan_bytes
-from recoup.runtime.apply import find_patches
-from recoup.runtime.patch import PatchedForward, unpatch
+from recoup.runtime.apply import find_all_patches
+from recoup.runtime.patch import Patched, unpatch
 from recoup.runtime.rebuild import lineage
 from recoup.runtime.recompute import scope
 from recoup.runtime.step_watch import StepWatch, find_watches
@@ -87,8 +87,8 @@ class _Process:
             if id(watch) not in self._watches:
                 watch.remove()
 
-    def _find_patches(self) -> list[PatchedForward]:
-        return [patched for model in self._models for patched in find_patches(model)]
+    def _find_patches(self) -> list[Patched]:
+        return [patched for model in self._models for patched in find_all_patches(model)]
 
     def _find_watches(self) -> list[StepWatch]:
         return [watch for model in self._models for watch in find_watches(model)]

@@ -1,4 +1,4 @@
-"""Replaces a module's forward in place, undoably.
+"""Replaces a module's forward, or another of its methods, in place, undoably.
 
 An instance attribute `forward` shadows the class's method. The attribute is a callable object that refers to its module
 weakly (no reference cycle: the model is freed by reference count) and follows it through `deepcopy` and `pickle`; a
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-Runner = Callable[["PatchedForward", tuple[Any, ...], dict[str, Any]], Any]
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call of a `PatchedForward`, or a `PatchedMethod`, with these arguments."""
 
 
 _FUNCTION_ATTRIBUTES = frozenset(["__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__"])
@@ -35,6 +36,8 @@ class PatchedForward:
             works it out for itself.
         kind: the module's class, if a forward is a call of the class's function with the module, as usual.
     """
+
+    name = "forward"
 
     def __init__(self, module: nn.Module, runner: Runner, settings: Any, previous: Any = None) -> None:
         self._module = weakref.ref(module)
@@ -130,6 +133,59 @@ class PatchedForward:
         return PatchedForward, (self.module, self.runner, self.settings, self.previous)
 
 
+class PatchedMethod:
+    """Replacement of another method of a module, run by `runner`; follows its module through `deepcopy` and `pickle`.
+
+    Attributes:
+        name: of the method.
+        settings, previous, removed: as those of `PatchedForward`.
+    """
+
+    kind = None
+
+    def __init__(self, module: nn.Module, runner: Runner, settings: Any, name: str, previous: Any = None) -> None:
+        self._module = weakref.ref(module)
+        self.runner = runner
+        self.settings = settings
+        self.name = name
+        self.previous = previous
+        self.removed = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that this method belongs to."""
+        module = self._module()
+        assert module is not None, "a module's method outlived it"
+        return module
+
+    @property
+    def __wrapped__(self) -> Any:
+        return getattr(type(self.module), self.name).__get__(self.module) if self.previous is None else self.previous
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method that was in place before."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method as planned; without grad mode, as it was."""
+        if self.removed or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return self.runner(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedMethod:
+        module = memo.get(id(self.module))
+        if module is None:  # copied without its module: keeps the one it has
+            return self
+        settings, previous = copy.deepcopy((self.settings, self.previous), memo)
+        return PatchedMethod(module, self.runner, settings, self.name, previous)
+
+    def __reduce__(self) -> Any:
+        return PatchedMethod, (self.module, self.runner, self.settings, self.name, self.previous)
+
+
+Patched = PatchedForward | PatchedMethod
+
+
 def class_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward of the module's class, bound as attribute access binds it.
 
@@ -143,13 +199,18 @@ def class_forward(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{kind.__name__} has no forward")
 
 
-def patch_all(wanted: Iterable[tuple[nn.Module, Runner, Any]]) -> list[PatchedForward]:
-    """Puts a `PatchedForward` on each module, with its runner and settings: on all, or on none if one fails."""
-    patched: list[PatchedForward] = []
+def patch_all(
+    forwards: Iterable[tuple[nn.Module, Runner, Any]], methods: Iterable[tuple[nn.Module, Runner, Any, str]] = ()
+) -> list[Patched]:
+    """Patches forwards and other methods of modules, with runner and settings (and name): all, or none if one fails."""
+    patched: list[Patched] = []
     try:
-        for module, runner, settings in wanted:
+        for module, runner, settings in forwards:
             patched.append(PatchedForward(module, runner, settings, module.__dict__.get("forward")))
             module.__dict__["forward"] = patched[-1]
+        for module, runner, settings, name in methods:
+            patched.append(PatchedMethod(module, runner, settings, name, module.__dict__.get(name)))
+            module.__dict__[name] = patched[-1]
     except BaseException:
         while patched:
             unpatch(patched.pop())
@@ -166,17 +227,23 @@ def find_patch(module: nn.Module) -> PatchedForward | None:
     return None if forward is None or forward.removed else forward
 
 
-def unpatch(patched: PatchedForward) -> None:
-    """Restores the previous forward; one that was wrapped since stays in place and calls the previous forward.
+def patched_methods(module: nn.Module) -> list[PatchedMethod]:
+    """Returns the patched methods of a module, but for its forward."""
+    found = [value for value in module.__dict__.values() if isinstance(value, PatchedMethod)]
+    return [method for method in found if not method.removed]
+
+
+def unpatch(patched: Patched) -> None:
+    """Restores the previous forward or method; one that was wrapped since stays in place and calls the previous.
 
     If the module was freed, there is nothing to restore.
     """
     module = patched._module()
-    if module is not None and module.__dict__.get("forward") is patched:
+    if module is not None and module.__dict__.get(patched.name) is patched:
         if patched.previous is None:
-            del module.__dict__["forward"]
+            del module.__dict__[patched.name]
         else:
-            module.__dict__["forward"] = patched.previous
+            module.__dict__[patched.name] = patched.previous
     patched.removed = True  # last: a patch that is marked is not found again, and this may be interrupted
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ from recoup._pytree import iterate_tensors
 from recoup.ir.decision import (
     Decision,
     Loop,
-    LossInPlace,
     Offload,
     Recompute,
     Rederive,
@@ -29,98 +27,20 @@ from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.hooks import Hook
 from recoup.runtime.kv_cache import without_cache
 from recoup.runtime.loss_in_place import losses_in_place
-from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.rederive_program import rederives_in
-from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step
+from recoup.runtime.rebuild.rederive_steps import rederived_step
 from recoup.runtime.rebuild.step_program import like_step
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.region_step import Member
 from recoup.runtime.recompute.scope import inside_region
-from recoup.runtime.step_log import Counts
-from recoup.runtime.tile.module.tiled import Proofs
+from recoup.runtime.step_state import StepState
 
 _nothing = contextlib.nullcontext()
-
-
-class StepState:
-    """State that the patched forwards of one model share, such as the number of calls of each path in this step.
-
-    A step begins with the model's own forward, or with the first call after a backward: it may call parts of the model
-    alone.
-
-    Attributes:
-        calls: how many there were of each path in this step.
-        is_over: whether backward has begun; noted where the model's own forward did not run.
-    """
-
-    def __init__(
-        self,
-        *,
-        counts_calls: bool,
-        offloading: Offloading | None = None,
-        proofs: Proofs | None = None,
-        only_rederives: bool = False,
-        loss: LossInPlace | None = None,
-    ) -> None:
-        self.counts_calls = counts_calls
-        self.loss = loss
-        self.rederived_calls = RederiveCalls() if only_rederives else None
-        self.offloading = offloading
-        self.calls: dict[str, int] = {}
-        self.is_over = False
-        self.proofs = Proofs() if proofs is None else proofs
-        self.counts = Counts()
-        self.unwritten: dict[str, set[int]] = {}
-        self.places: dict[str, Places] = {}
-        self.suspended = False
-
-    def count(self, path: str) -> int:
-        """Counts a call; returns its number in the step."""
-        self._begin_step()
-        call = self.calls.get(path, 0)
-        self.calls[path] = call + 1
-        return call
-
-    def next_call(self, path: str) -> int:
-        """Returns the number that the next call of a path has."""
-        self._begin_step()
-        return self.calls.get(path, 0)
-
-    def will_end(self, output: Any) -> Any:
-        """Returns a call's output; with its backward the step is over, if the model's own forward is no part of it."""
-        if self.counts_calls and "" not in self.calls and not execution_context.is_recomputing():
-            node = next((t.grad_fn for t in iterate_tensors(output) if t.grad_fn is not None), None)
-            if node is not None:
-                node.register_prehook(self._end_step)
-        return output
-
-    def _end_step(self, gradients: Any) -> None:
-        self.is_over = True
-
-    def _begin_step(self) -> None:
-        if self.is_over and not execution_context.is_recomputing():
-            self.is_over = False
-            self.calls.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
-        offloading = copy.deepcopy(self.offloading, memo)
-        copied = _new_state(self.counts_calls, offloading, self.rederived_calls is not None, self.loss)
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce__(self) -> Any:
-        return _new_state, (self.counts_calls, self.offloading, self.rederived_calls is not None, self.loss)
-
-
-def _new_state(
-    counts_calls: bool, offloading: Offloading | None, only_rederives: bool, loss: LossInPlace | None
-) -> StepState:
-    return StepState(counts_calls=counts_calls, offloading=offloading, only_rederives=only_rederives, loss=loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +128,10 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
     settings: Settings = patched.settings
     state = settings.state
     prepared: _Prepared | None = patched.prepared
-    if prepared is not None and prepared.settings is settings and prepared.decided is not None:
-        if state.next_call(settings.path) not in prepared.decided:
-            state.count(settings.path)
-            return state.will_end(patched.original(*args, **kwargs))
+    decided = prepared.decided if prepared is not None and prepared.settings is settings else None
+    if decided is not None and state.next_call(settings.path) not in decided:
+        state.count(settings.path)
+        return state.will_end(patched.original(*args, **kwargs))
     recorder = current_recorder()
     if not isinstance(recorder, WatchedRecorder) or recorder.calls is not state.rederived_calls:
         with execution_context.counting_for(state.counts):

@@ -32,6 +32,7 @@ from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.offload.optimizer_state import state_on_device
 from recoup.runtime.rebuild.kept import unpacked
+from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.saved_counter import SavedCounter
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
@@ -132,6 +133,8 @@ class StepWatch:
         if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
+            return
+        if current_recorder() is not None:  # inside of a method that a plan enters by
             return
         if execution_context.is_unwatched():
             if self._device.type == "cuda":

@@ -22,7 +22,7 @@ from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.kv_cache import caching_paths, without_cache
-from recoup.runtime.patch import PatchedForward, patch_all, unpatch
+from recoup.runtime.patch import Patched, PatchedForward, patch_all, unpatch
 from recoup.runtime.recompute.rng_state import statistics_buffers
 
 Policy = Callable[..., CheckpointPolicy]
@@ -177,7 +177,7 @@ class _Checked:
 class AppliedOps:
     """Operator-wise regions in place; `remove()` undoes them."""
 
-    def __init__(self, patches: list[PatchedForward]) -> None:
+    def __init__(self, patches: list[Patched]) -> None:
         self._patches = patches
 
     def remove(self) -> None:

@@ -331,6 +331,7 @@ class _Unfolder(Recording):
             at += 1
             if i in inside:
                 at += len(self.pattern_of("F", *inside[i]).calls)
+        self.new_call.append(at)
 
     def _settle_deaths(self) -> None:
         """Sets the ops at which storages are freed, and at which kept ones are allocated."""
@@ -372,6 +373,8 @@ class _Unfolder(Recording):
 
     def _settle_calls(self) -> None:
         counts: dict[str, int] = {}
+        for around in self.recorder.method_calls:
+            around.renumber(self.new_op, self.new_call)
         for i, call in enumerate(self.recorder.calls):
             new = len(self.calls)
             call.parent = self.new_call[call.parent] if call.parent >= 0 else -1
@@ -382,8 +385,7 @@ class _Unfolder(Recording):
             folded = self.folded_calls.get(i)
             if folded is None:
                 continue
-            path, index = folded
-            key: Key = ("F", path, index)
+            key: Key = ("F", *folded)
             for inner in self.pattern_of(*key).calls:
                 made = CallRecord(inner[0], 0, inner[1], new + inner[2], call.first_op + inner[4])
                 made.children = [new + c for c in inner[3]]

@@ -20,7 +20,7 @@ class OpMark:
     Attributes:
         path: dotted path of the module whose own code dispatches the op ("" is the model).
         call: which call of that module in the step, from 0; in that call from outside that it is part of.
-        entry: dotted path of the module whose call from outside of any other the op is part of ("" is the model).
+        entry: the call from outside of any other that the op is part of, by its `Entry.key` ("" is the model's).
         ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers and
             are no views; ops of modules called inside do not count.
         op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
@@ -59,19 +59,26 @@ class OpMark:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A module that the step calls from outside of any other: the model, or one of its parts.
+    """What the step calls from outside of any other call: the model or one of its parts, or a method of either.
 
     Attributes:
         path: dotted path of the module ("" is the model).
+        method: the method's name; "" is forward.
         input_numel: elements of the tensors that it is called with there, the fewest where it is called again: what is
             too small to be rebuilt is smaller yet in a step of fewer. 0: not known.
     """
 
     path: str = ""
+    method: str = ""
     input_numel: int = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, "An entry")
+
+    @property
+    def key(self) -> str:
+        """What marks call it: "encoder", "encoder.embed()"."""
+        return f"{self.path}.{self.method}()".lstrip(".") if self.method else self.path
 
 
 def _check_fields(item: Any, what: str) -> None:
@@ -128,11 +135,15 @@ class Rebuild(Decision):
         """Raises UsageError if it is about a part of the model, or about one call."""
         if self.path or self.call is not None:
             self.refuse("it is about the whole step: path is empty and call is nothing")
+        unknown = {mark.entry for mark in self.marks} - {entry.key for entry in self.entries}
+        if unknown:
+            self.refuse(f"a mark is in `{min(unknown)}`, which is none of its entries")
 
     def renamed(self, paths: Mapping[str, str]) -> Self:
         """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
-        marks = tuple(dataclasses.replace(m, path=paths[m.path], entry=paths[m.entry]) for m in self.marks)
         entries = tuple(dataclasses.replace(e, path=paths[e.path]) for e in self.entries)
+        keys = {old.key: new.key for old, new in zip(self.entries, entries, strict=True)}
+        marks = tuple(dataclasses.replace(m, path=paths[m.path], entry=keys[m.entry]) for m in self.marks)
         return dataclasses.replace(self, path=paths[self.path], marks=marks, entries=entries)
 
     def words(self) -> str:

@@ -16,7 +16,7 @@ from recoup.ir.decision import Entry, LossInPlace, Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
-from recoup.runtime.patch import PatchedForward
+from recoup.runtime.patch import Patched, PatchedForward, PatchedMethod
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.known_calls import Calls
@@ -31,7 +31,7 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
-        entries: those of the decision, by path. marks: of each, by its path.
+        entries: those of the decision, by key. marks: of each.
         loss: how the model's own cross entropies run; None: as they are.
         warned: whether the warning about a step with other ops than planned was given.
         counts: counters of the steps (`execution_context`).
@@ -42,8 +42,8 @@ class HeldState:
     def __init__(self, decision: Rebuild, loss: LossInPlace | None = None) -> None:
         self.decision = decision
         self.loss = loss
-        self.entries = {entry.path: entry for entry in decision.entries}
-        self.marks = {path: marks_of(m for m in decision.marks if m.entry == path) for path in self.entries}
+        self.entries = {entry.key: entry for entry in decision.entries}
+        self.marks = {key: marks_of(m for m in decision.marks if m.entry == key) for key in self.entries}
         self.calls = Calls()
         self.counts = Counts()
         self.suspended = False
@@ -72,10 +72,15 @@ class HeldState:
 
 @dataclasses.dataclass(frozen=True)
 class HeldSettings:
-    """Settings of one patched forward: that of an entry starts the recorder, each enters its module in it."""
+    """Settings of one patched forward: that of an entry starts the recorder, each enters its module in it.
+
+    Attributes:
+        entry: key of a method that is an entry; "" for forwards.
+    """
 
     path: str
     state: HeldState
+    entry: str = ""
 
 
 def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,11 +122,26 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             _leave(recorder, is_unit)
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
-    entry = state.entries.get(settings.path)
-    if entry is None or recorder is not None:
+    if settings.path not in state.entries or recorder is not None:
         return patched.original(*args, **kwargs)
+    return _enter(patched, state.entries[settings.path], args, kwargs)
+
+
+def run_method(patched: PatchedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a method under a plan by tensor, one of its entries; where it is called inside of another, as it is."""
+    settings: HeldSettings = patched.settings
+    if is_dynamo_compiling() or torch.compiler.is_exporting() or _torch.inside_transform():
+        return patched.original(*args, **kwargs)
+    if settings.state.suspended or current.recorder is not None:
+        return patched.original(*args, **kwargs)
+    return _enter(patched, settings.state.entries[settings.entry], args, kwargs)
+
+
+def _enter(patched: Patched, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an entry under a recorder of its own."""
+    state: HeldState = patched.settings.state
     with execution_context.counting_for(state.counts):
-        marks = state.marks[entry.path] if torch.is_grad_enabled() else {}  # an evaluation saves nothing
+        marks = state.marks[entry.key] if torch.is_grad_enabled() else {}  # an evaluation saves nothing
         recorder = HeldRecorder(marks, _share(entry, args, kwargs))
         recorder.enter(entry.path)
         is_followed = False
@@ -130,7 +150,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
                 result = patched.original(*args, **kwargs)
         else:
             loss = None if state.loss is None else LossInPlaceMode(state.loss)
-            watch = CallWatch(recorder, state.calls, like_step(patched.module, args, kwargs, entry.path), loss)
+            watch = CallWatch(recorder, state.calls, like_step(patched.module, args, kwargs, entry.key), loss)
             with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
@@ -149,7 +169,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         warnings.warn(
             f"{type(patched.module).__name__} took a step that its plan was not made for ({lost[0]}): more may be "
             "held than planned, and the peak may pass the budget. Gradients are right. Make a plan with such a step.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return result
 

@@ -187,8 +187,8 @@ class StepKey(NamedTuple):
     of_any_size: Any
 
 
-def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "") -> StepKey:
-    """Returns the key of a step of the module at `path` with these inputs."""
+def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str = "") -> StepKey:
+    """Returns the key of a step that begins so, by a call of a module, or of a method by its key."""
     items = (*args, *kwargs.values())
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
     # A flag decides which way a step goes; a number may be another in each.
@@ -200,7 +200,7 @@ def like_step(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     has_grad = tuple([tensor.requires_grad for tensor in tensors])  # more is saved in layers without gradients, then
     # `functional_call` puts tensors in the parameters' place, which nothing is rebuilt from.
     weight = None if module is None else type(next(module.parameters(), None))
-    rest = path, module is not None and module.training, weight, tuple(kwargs), _torch.is_autocast(), has_grad
+    rest = entry, module is not None and module.training, weight, tuple(kwargs), _torch.is_autocast(), has_grad
     return StepKey((rest, tuple(shapes)), (rest, tuple(dims)))
 
 
