@@ -130,8 +130,8 @@ def test_a_plan_names_the_parts_that_are_called_alone() -> None:
     plan = recoup.plan(Pair(), torch.randn(64, 8, WIDTH), step=halves, budget="60%", actions=("rebuild",))
     (decision,) = plan.decisions
     assert isinstance(decision, Rebuild)
-    assert [entry.path for entry in decision.entries] == ["encoder", "decoder"]
-    assert {mark.entry for mark in decision.marks} <= {"encoder", "decoder"}
+    assert [entry.key for entry in decision.entries] == ["encode()", "decoder"]
+    assert {mark.entry for mark in decision.marks} <= {"encode()", "decoder"}
     assert recoup.Plan.from_json(plan.to_json()) == plan
 
 

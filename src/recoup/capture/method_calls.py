@@ -1,7 +1,7 @@
 """Methods other than `forward` that a step calls on the model or its parts, from outside of any call.
 
-Found where ops run outside of all calls: the outermost function on the stack that is a method of one of the model's
-modules. Then the step is captured once more with a note of where their calls begin and end.
+Found where an op runs, or a module is called, outside of all calls: the outermost function on the stack that is a
+method of one of the model's modules. Then the step is captured once more with a note of where their calls begin and end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MethodFinder:
         self._found = found
 
     def look(self) -> None:
-        """Called where an op runs outside of all calls."""
+        """Called where an op runs, or a module is called, outside of all calls."""
         outermost = None
         for frame in _frames():
             name = frame.f_code.co_name

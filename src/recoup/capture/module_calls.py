@@ -116,7 +116,7 @@ class CallRecorder:
         )
 
     def look_outside(self) -> None:
-        """Called where an op runs outside of all calls of modules."""
+        """Called where an op runs, or a module is called, outside of all calls of modules."""
         if self._method is None and self._finder is not None:
             self._finder.look()
 
@@ -140,6 +140,8 @@ class CallRecorder:
         """Notes that a call begins."""
         if not self.listens():
             return
+        if not self._stack:
+            self.look_outside()
         tracker = self._tracker
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1
