@@ -1,7 +1,8 @@
 """Methods other than `forward` that a step calls on the model or its parts, from outside of any call.
 
 Found where an op runs, or a module is called, outside of all calls: the outermost function on the stack that is a
-method of one of the model's modules. Then the step is captured once more with a note of where their calls begin and end.
+method of one of the model's modules. Then the step is captured once more, with a note of where their calls begin and
+end.
 """
 
 from __future__ import annotations
