@@ -187,7 +187,7 @@ class Frame:
         """Returns the ReplayError for a replay that did something else than the first forward."""
         return ReplayError(
             f"Region `{self.path}`: its second forward {what}. Something its forward reads changed between forward "
-            "and backward (a flag, a hook, a cache, an input changed in place, a plan that was removed); keep it fixed, "
+            "and backward (a flag, a hook, a cache, an input changed in place, a removed plan); keep it fixed, "
             f"or leave this module out of the plan with a `save` decision for {self.path!r}.",
             code=code,
         )
