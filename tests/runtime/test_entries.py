@@ -252,3 +252,11 @@ def test_a_plan_for_methods_is_refused_where_there_are_none() -> None:
     with pytest.raises(recoup.PlanMismatch, match=r"names `encode\(\)`, which Sequential does not have"):
         apply_decisions(model, [marks])
     assert "forward" not in vars(model)
+
+
+def test_a_plan_says_in_which_methods_it_holds_and_rebuilds() -> None:
+    torch.manual_seed(0)
+    plan = recoup.plan(Holder(), torch.randn(64, 8, WIDTH), step=by_a_parts_methods, budget="50%")
+    text = " ".join(str(plan).split())
+    assert "segments of coder.encode(), coder.decode(), head" in text
+    assert "in coder.encode() (x" in text

@@ -10,7 +10,7 @@ from recoup.capture.module_calls import CallRecord, CallRecorder
 from recoup.capture.records import StorageRecord
 from recoup.capture.sums import let_go_before
 from recoup.capture.tracker import Tracker
-from recoup.ir.labels import paths_around
+from recoup.ir.labels import method_key, paths_around
 from recoup.ir.trace import Call, MethodCall, Op, Storage, Trace
 
 
@@ -106,7 +106,7 @@ def build_trace(
                 released_op=r.released_op,
                 saved_ops=tuple(r.saved_ops),
                 saved_by=tuple(r.saved_by),
-                label=_label(r, tracker, recorder.calls),
+                label=_label(r, tracker, recorder),
                 source=_source(r, tracker),
             )
             for r in tracker.storages
@@ -232,9 +232,14 @@ def _source(record: StorageRecord, tracker: Tracker) -> str:
     return next((tracker.storages[i].source for i in made if tracker.storages[i].source), "")
 
 
-def _label(record: StorageRecord, tracker: Tracker, calls: list[CallRecord]) -> str:
+def _label(record: StorageRecord, tracker: Tracker, recorder: CallRecorder) -> str:
     if record.alloc_op < 0 or record.category == "gradient":
         return record.label
     op = tracker.ops[record.alloc_op]
-    where = calls[op.call].path or "(model)" if op.call >= 0 else op.phase
+    if op.call >= 0:
+        where = recorder.calls[op.call].path or "(model)"
+    else:
+        around = (c for c in recorder.method_calls if c.first_op <= record.alloc_op < c.last_op)
+        method = next(around, None) if op.phase == "forward" else None
+        where = op.phase if method is None else method_key(*method.method)
     return f"{record.label.removeprefix('aten::')} in {where}"

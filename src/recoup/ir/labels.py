@@ -1,4 +1,4 @@
-"""Names of tensors for people, equal layers said once."""
+"""Names of tensors, modules and methods for people, equal layers said once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def paths_around(path: str) -> list[str]:
     """Returns a dotted path and those of the modules around it, the outermost first, without the model's own."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def method_key(path: str, method: str) -> str:
+    """Returns a method of the module at a dotted path, as plans and labels name it: "encoder.embed()"."""
+    return f"{path}.{method}()".lstrip(".")
 
 
 def without_numbers(path: str) -> str:

@@ -11,6 +11,7 @@ from recoup.errors import UsageError
 from recoup.ir.decision.base import Ambient, Decision
 from recoup.ir.decision.paths import grouped, listed
 from recoup.ir.fields import fits, hints_of, said, shown
+from recoup.ir.labels import method_key
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class Entry:
     @property
     def key(self) -> str:
         """What marks call it: "encoder", "encoder.embed()"."""
-        return f"{self.path}.{self.method}()".lstrip(".") if self.method else self.path
+        return method_key(self.path, self.method) if self.method else self.path
 
 
 def _check_fields(item: Any, what: str) -> None:
@@ -168,7 +169,9 @@ class Rebuild(Decision):
         for decision in members:
             num_pieces = sum(m.begins_piece for m in decision.marks)
             pieces = f", some of them in {num_pieces} pieces" if num_pieces else ""
-            lines.append(f"rebuild by running ops again, in {decision._segments()}{pieces}")
+            keys = [entry.key or "the model" for entry in decision.entries]
+            inside = f" of {listed(keys)}" if any(entry.key for entry in decision.entries) else ""
+            lines.append(f"rebuild by running ops again, in {decision._segments()}{inside}{pieces}")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:
                 if mark.holds:
