@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,18 +110,39 @@ def test_parts_called_alone_fit_in_what_the_models_own_forward_fits_in_and_what_
     assert least[1] <= least[0] + x.nbytes
 
 
-@pytest.mark.parametrize("actions", [("rebuild",), ("recompute",)])
-def test_what_runs_between_two_steps_changes_none_of_them(actions: tuple[str, ...]) -> None:
+def _evaluated(model: Any, x: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model.decoder(model.encoder(x))
+    model.train()
+
+
+def _looked_at(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+BETWEEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nothing": lambda model, x: None,
+    "an evaluation": _evaluated,
+    "the model without gradients": _looked_at,
+    "a forward without a backward": lambda model, x: model(x),
+    "a loss that is dropped": twice,
+    "a part without a backward": lambda model, x: model.encoder(x),
+    "a backward of the model": lambda model, x: model(x).mean().backward(),
+}
+
+
+@pytest.mark.parametrize("actions", [("rebuild",), ("recompute",)], ids=str)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_runs_between_two_steps_changes_none_of_them(between: str, actions: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model, x = Pair(), torch.randn(64, 8, WIDTH)
     plan = recoup.plan(model, x, step=twice, budget="min", actions=actions)
     with recoup.apply(model, plan) as applied:
         for number in range(3):
             assert _peak(twice, model, x) <= plan.budget_bytes * 1.005, number
-            model.eval()
-            with torch.no_grad():
-                model.decoder(model.encoder(x))
-            model.train()
+            BETWEEN[between](model, x)
             with applied.suspended():
                 twice(model, x).backward()
 
@@ -260,3 +282,41 @@ def test_a_plan_says_in_which_methods_it_holds_and_rebuilds() -> None:
     text = " ".join(str(plan).split())
     assert "segments of coder.encode(), coder.decode(), head" in text
     assert "in coder.encode() (x" in text
+
+
+class Inquiring(Coder):
+    """Asks what its methods are, and what its variables."""
+
+    def options(self, x: Tensor) -> Iterator[Tensor]:
+        before = locals()
+        x = torch.tanh(x)
+        yield before["x"] * x
+
+
+def by_inquiry(model: Any, x: Tensor) -> Tensor:
+    assert model.encode.__name__ == "encode" and model.encode.__self__ is model
+    assert list(inspect.signature(model.encode).parameters) == ["x"]
+    (gated,) = model.options(x)
+    out: Tensor = model.decode(model.encode(gated)).pow(2).mean()
+    return out
+
+
+def test_code_that_asks_what_a_method_is_finds_it() -> None:
+    torch.manual_seed(0)
+    model, x = Inquiring(), torch.randn(64, 8, WIDTH)
+    fit = recoup.fit(model, x, step=by_inquiry, budget="60%", timed=False)
+    assert fit.evidence.ok and isinstance(fit.plan.decisions[0], Rebuild)
+    by_inquiry(model, x).backward()
+
+
+def test_nothing_is_left_on_a_copy_whose_plan_was_taken_off() -> None:
+    torch.manual_seed(0)
+    model, x = Coder(), torch.randn(64, 8, WIDTH)
+    before = pickle.dumps(model)
+    recoup.fit(model, x, step=by_methods, budget="60%", timed=False)
+    model.zero_grad(set_to_none=True)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        applied = recoup.Applied.on(twin)
+        assert applied is not None
+        applied.remove()
+        assert len(pickle.dumps(twin)) == len(before) and b"recoup" not in pickle.dumps(twin)

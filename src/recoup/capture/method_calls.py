@@ -17,7 +17,9 @@ from typing import Any
 from torch import nn
 
 from recoup.capture import step
+from recoup.runtime.patch import LikeMethod
 
+_LOOKS_AT_VARIABLES = frozenset({"locals", "vars", "eval", "exec"})
 Method = tuple[str, str]
 """Dotted path of a module, and the method's name."""
 
@@ -59,9 +61,9 @@ def _frames() -> Iterator[types.FrameType]:
 
 
 def _first_argument(frame: types.FrameType) -> Any:
-    """Returns what a function was handed first; None if it takes nothing."""
+    """Returns what a function was handed first; None if it takes nothing, or looks at its variables itself."""
     code = frame.f_code
-    if not code.co_argcount:
+    if not code.co_argcount or not _LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
         return None
     variables = frame.f_locals
     found = variables.get(code.co_varnames[0])
@@ -77,11 +79,11 @@ def _methods_of(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for name in names if name != "forward" and not hasattr(nn.Module, name))
 
 
-class NotedMethod:
+class NotedMethod(LikeMethod):
     """A method while it is noted when its calls begin and end."""
 
     def __init__(self, method: Callable[..., Any], begin: Callable[..., Any], end: Callable[[Any], None]) -> None:
-        self._method = method
+        self.__wrapped__ = self._method = method
         self._begin = begin
         self._end = end
 

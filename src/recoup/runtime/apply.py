@@ -53,9 +53,7 @@ class Applied:
         patches = find_all_patches(model)
         if not patches:
             return None
-        found = cls(model, patches, patches[0].settings.state)
-        found._watch = next(iter(find_watches(model)), None)
-        return found
+        return cls(model, patches, patches[0].settings.state)
 
     def watch(self, plan: Plan) -> None:
         """Has a card's memory reserved as planned; warns once if a step's peak passes the plan's budget.
@@ -84,6 +82,8 @@ class Applied:
         """Restores every forward that was changed; may be called twice."""
         self._stop_watching()
         is_on = bool(self._patches)
+        if is_on:
+            _remove_watches(self.model)
         while self._patches:
             unpatch(self._patches.pop())
         for copied in find_all_patches(self.model) if is_on else ():  # deep copies of patched modules in this model
@@ -266,3 +266,15 @@ def plain(model: nn.Module) -> Iterator[None]:
     finally:
         for state, suspended in before:
             state.suspended = suspended
+
+
+def _remove_watches(model: nn.Module) -> None:
+    """Removes the watches of a model's steps, and what is left of one in a deep copy."""
+    for watch in find_watches(model):
+        watch.remove()
+    tables = (model._forward_pre_hooks, model._forward_hooks)
+    flags = (model._forward_pre_hooks_with_kwargs, model._forward_hooks_always_called)
+    for table, flagged in zip(tables, flags, strict=True):
+        for number in [n for n, hook in table.items() if isinstance(getattr(hook, "__self__", None), StepWatch)]:
+            del table[number]
+            flagged.pop(number, None)

@@ -133,7 +133,16 @@ class PatchedForward:
         return PatchedForward, (self.module, self.runner, self.settings, self.previous)
 
 
-class PatchedMethod:
+class LikeMethod:
+    """What is asked of a method, its name say, is answered by the one that `__wrapped__` is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FUNCTION_ATTRIBUTES or name in ("__qualname__", "__self__", "__func__"):
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class PatchedMethod(LikeMethod):
     """Replacement of another method of a module, run by `runner`; follows its module through `deepcopy` and `pickle`.
 
     Attributes:

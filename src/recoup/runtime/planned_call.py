@@ -106,6 +106,15 @@ def _run_scans(forward: Callable[..., Any], bytes_of: dict[int, int], /, *args: 
 
 def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a call of a patched module as decided for it; plainly if no backward will follow."""
+    if not patched.settings.is_root:
+        return _run(patched, args, kwargs)
+    state = patched.settings.state
+    with state.inside_model():
+        output = _run(patched, args, kwargs)
+    return state.will_end(output)
+
+
+def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Settings = patched.settings
     state = settings.state
     if state.suspended or not torch.is_grad_enabled() or _torch.inside_transform():
@@ -172,7 +181,7 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     settings: Settings = patched.settings
     state = settings.state
     if settings.is_root:
-        state.calls.clear()
+        state.begin_step()
     prepared: _Prepared | None = patched.prepared
     if prepared is None or prepared.settings is not settings:
         prepared = patched.prepared = _Prepared(patched)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from recoup._pytree import iterate_tensors
@@ -15,15 +18,18 @@ from recoup.runtime.step_log import Counts
 from recoup.runtime.tile.module.tiled import Proofs
 
 
+class _Alive:
+    """Object that a node of a graph holds, so that its end shows the graph's."""
+
+
 class StepState:
     """State that the patched forwards of one model share, such as the number of calls of each path in this step.
 
-    A step begins with the model's own forward, or with the first call after a backward: it may call parts of the model
-    alone.
+    A step begins with the model's own forward. It may call parts of the model alone, too: then with the first call
+    after a backward, or after the graphs of all calls from outside are gone.
 
     Attributes:
         calls: how many there were of each path in this step.
-        is_over: whether backward has begun; noted where the model's own forward did not run.
     """
 
     def __init__(
@@ -40,7 +46,9 @@ class StepState:
         self.rederived_calls = RederiveCalls() if only_rederives else None
         self.offloading = offloading
         self.calls: dict[str, int] = {}
-        self.is_over = False
+        self._is_over = False  # backward has begun
+        self._num_inside = 0  # own forwards of the model that run now
+        self._graphs: list[weakref.ref[_Alive]] = []  # of calls from outside
         self.proofs = Proofs() if proofs is None else proofs
         self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
@@ -49,31 +57,49 @@ class StepState:
 
     def count(self, path: str) -> int:
         """Counts a call; returns its number in the step."""
-        self._begin_step()
-        call = self.calls.get(path, 0)
+        call = self.next_call(path)
         self.calls[path] = call + 1
         return call
 
     def next_call(self, path: str) -> int:
         """Returns the number that the next call of a path has."""
-        self._begin_step()
+        if not self._num_inside and not execution_context.is_recomputing() and self._has_ended():
+            self.begin_step()
         return self.calls.get(path, 0)
 
+    def begin_step(self) -> None:
+        """Begins to count."""
+        self._is_over = False
+        self.calls.clear()
+        self._graphs.clear()
+
+    def _has_ended(self) -> bool:
+        """Whether a call from outside is no part of the step before: the model itself, without a graph, is none."""
+        began = bool(self._graphs) or "" in self.calls
+        return self._is_over or (began and not any(alive() is not None for alive in self._graphs))
+
+    @contextlib.contextmanager
+    def inside_model(self) -> Iterator[None]:
+        """Inside are the calls of the model's own forward."""
+        self._num_inside += 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+
     def will_end(self, output: Any) -> Any:
-        """Returns a call's output; with its backward the step is over, if the model's own forward is no part of it."""
-        if self.counts_calls and "" not in self.calls and not execution_context.is_recomputing():
+        """Returns a call's output; if it is from outside, the step ends with its backward, or with its graph."""
+        if self.counts_calls and not self._num_inside and not execution_context.is_recomputing():
             node = next((t.grad_fn for t in iterate_tensors(output) if t.grad_fn is not None), None)
             if node is not None:
-                node.register_prehook(self._end_step)
+                alive = _Alive()
+                node.metadata["recoup step"] = alive  # type: ignore[index]  # a property, which the hints take for a method
+                self._graphs.append(weakref.ref(alive))
+                node.register_prehook(self._end)
         return output
 
-    def _end_step(self, gradients: Any) -> None:
-        self.is_over = True
-
-    def _begin_step(self) -> None:
-        if self.is_over and not execution_context.is_recomputing():
-            self.is_over = False
-            self.calls.clear()
+    def _end(self, gradients: Any) -> None:
+        self._is_over = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
         offloading = copy.deepcopy(self.offloading, memo)
