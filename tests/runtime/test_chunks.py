@@ -120,9 +120,9 @@ def test_state_changed_between_calls_is_not_silent() -> None:
     torch.manual_seed(0)
     model, x = Attribute(), torch.randn(STEPS, 6, 12)
     with apply_decisions(model, (Loop(path="cell", chunk=4),)):
-        model.cell(x[0])
+        first = model.cell(x[0])
         model.cell.v = model.cell.v * 3
-        loss = model.cell(x[1]).sum()
+        loss = model.cell(x[1]).sum() + first.sum()
         with pytest.raises(ReplayError, match="saved other values"):
             loss.backward()
 
