@@ -106,7 +106,7 @@ def _run_scans(forward: Callable[..., Any], bytes_of: dict[int, int], /, *args: 
 
 def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a call of a patched module as decided for it; plainly if no backward will follow."""
-    if not patched.settings.is_root:
+    if not patched.settings.is_root or torch.compiler.is_compiling():
         return _run(patched, args, kwargs)
     state = patched.settings.state
     with state.inside_model():
