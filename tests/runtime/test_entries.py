@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.evidence.memory import measure_peak, storage_bytes
@@ -145,6 +146,21 @@ def test_what_runs_between_two_steps_changes_none_of_them(between: str, actions:
             BETWEEN[between](model, x)
             with applied.suspended():
                 twice(model, x).backward()
+
+
+def test_a_users_own_checkpoint_counts_no_step_of_its_own_in_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(64, 8, WIDTH)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        for part in (model.encoder, model.encoder, model.decoder):
+            x = checkpoint(part, x, use_reentrant=False)
+        return x.pow(2).mean()
+
+    fit = recoup.fit(model, x, step=step, budget="min", actions=("recompute",), timed=False)
+    assert fit.evidence.ok
+    for _ in range(3):
+        assert _peak(step, model, x) <= fit.plan.budget_bytes * 1.005
 
 
 def test_a_plan_names_the_parts_that_are_called_alone() -> None:

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.ir.decision import LossInPlace
-from recoup.runtime import execution_context
 from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.rebuild.rederive_steps import RederiveCalls
 from recoup.runtime.recompute.object_state import Places
@@ -63,7 +63,7 @@ class StepState:
 
     def next_call(self, path: str) -> int:
         """Returns the number that the next call of a path has."""
-        if not self._num_inside and not execution_context.is_recomputing() and self._has_ended():
+        if self._is_outside() and self._has_ended():
             self.begin_step()
         return self.calls.get(path, 0)
 
@@ -72,6 +72,10 @@ class StepState:
         self._is_over = False
         self.calls.clear()
         self._graphs.clear()
+
+    def _is_outside(self) -> bool:
+        """Whether a call that runs now is the step's own: neither the model's, nor run again in backward."""
+        return not self._num_inside and _torch.current_backward_id() == -1
 
     def _has_ended(self) -> bool:
         """Whether a call from outside is no part of the step before: the model itself, without a graph, is none."""
@@ -89,7 +93,7 @@ class StepState:
 
     def will_end(self, output: Any) -> Any:
         """Returns a call's output; if it is from outside, the step ends with its backward, or with its graph."""
-        if self.counts_calls and not self._num_inside and not execution_context.is_recomputing():
+        if self.counts_calls and self._is_outside():
             node = next((t.grad_fn for t in iterate_tensors(output) if t.grad_fn is not None), None)
             if node is not None:
                 alive = _Alive()
