@@ -41,9 +41,8 @@ class CallRecord:
 class MethodRecord:
     """A method's call while it is recorded; becomes an `ir.trace.MethodCall`."""
 
-    def __init__(self, method: Method, index: int, first_op: int, input_numel: int, num_calls_before: int) -> None:
+    def __init__(self, method: Method, first_op: int, input_numel: int, num_calls_before: int) -> None:
         self.method = method
-        self.index = index
         self.first_op = self.last_op = first_op
         self.input_numel = input_numel
         self.num_calls_before = num_calls_before
@@ -124,10 +123,9 @@ class CallRecorder:
         """Notes that a method's call begins; None if it is inside of another call."""
         if not self.listens() or self._stack or self._method is not None:
             return None
-        index = sum(call.method == method for call in self.method_calls)
         tensors = [t for t in iterate_tensors((args, kwargs)) if t.layout is torch.strided]
         numel = sum(t.numel() for t in tensors)
-        self._method = MethodRecord(method, index, len(self._tracker.ops), numel, len(self.calls))
+        self._method = MethodRecord(method, len(self._tracker.ops), numel, len(self.calls))
         self.method_calls.append(self._method)
         return self._method
 

@@ -69,7 +69,6 @@ def build_trace(
             MethodCall(
                 path=c.method[0],
                 method=c.method[1],
-                index=c.index,
                 first_op=c.first_op,
                 last_op=c.last_op,
                 input_numel=c.input_numel,

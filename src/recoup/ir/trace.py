@@ -153,7 +153,6 @@ class MethodCall:
 
     Attributes:
         path: dotted module path ("" is the model itself).
-        index: how many times that method was called so before.
         first_op: first op in it.
         last_op: one past the last op in it.
         input_numel: elements of its argument tensors.
@@ -162,7 +161,6 @@ class MethodCall:
 
     path: str
     method: str
-    index: int
     first_op: int
     last_op: int
     input_numel: int
