@@ -10,6 +10,7 @@ import torch
 
 from recoup.cost.op_memory import Timing, time_calls
 from recoup.cost.op_replay import Arena
+from recoup.cost.reuse import last_cache_bytes
 
 CPU = torch.device("cpu")
 
@@ -71,8 +72,9 @@ def test_ops_find_nothing_of_their_arguments_in_the_cache() -> None:
     y = torch.empty_like(x)
     timings = [Timing(lambda source=source, to=to: to.copy_(source)) for source, to in zip(x, y, strict=True)]
     ratios = [0.0] * len(timings)
+    arena = Arena(CPU, cache_bytes=last_cache_bytes())
     for _ in range(5):  # whoever else uses the last cache leaves nothing warm for a while
-        for i, timed in enumerate(time_calls(timings, Arena(CPU), limit_seconds=0.05)):
+        for i, timed in enumerate(time_calls(timings, arena, limit_seconds=0.05)):
             assert timed is not None
             ratios[i] = max(ratios[i], timed.seconds / timed.warm_seconds)
     assert min(ratios) > 1.5, ratios
@@ -90,3 +92,44 @@ def test_what_fails_the_second_time_has_no_time_and_spoils_no_other() -> None:
     failed, timed = time_calls([Timing(call), Timing(lambda: torch.ones(8))], Arena(CPU), limit_seconds=0.01)
     assert failed is None and len(runs) == 2
     assert timed is not None and timed.seconds > 0
+
+
+class Touched(Arena):
+    """Notes what is touched between the rounds, which takes a second each time on the clock that is given."""
+
+    def __init__(self, clock: Clock, cache_bytes: int) -> None:
+        super().__init__(CPU, cache_bytes=cache_bytes)
+        self.clock, self.nbytes = clock, list[int]()
+
+    def touch(self, nbytes: int) -> None:
+        self.nbytes.append(nbytes)
+        self.clock.now += 1.0
+
+
+def test_what_ops_that_take_turns_touch_need_not_be_touched_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("recoup.cost.op_memory.flush_bytes", lambda nbytes: 2 * nbytes)
+    arena = Touched(clock, 1000)
+    (agrees, _), (differs, _) = clock.takes([0.1, 0.1]), clock.takes([0.3, 0.2, 0.1, 0.1])
+    timings = [
+        Timing(agrees, may_be_warm=False, touched_bytes=300),
+        Timing(differs, may_be_warm=False, touched_bytes=500),
+    ]
+    assert all(time_calls(timings, arena, limit_seconds=100.0))
+    assert arena.nbytes == [2000 - 300, 2000 - 300, 2000, 2000], "the one that is left alone touches nothing for itself"
+
+
+def test_emptying_the_caches_counts_toward_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    arena = Touched(clock, 1000)
+    call, left = clock.takes([0.004, 0.003, 0.002, 0.001, 0.001])
+    (timed,) = time_calls([Timing(call, may_be_warm=False)], arena, limit_seconds=2.5)
+    assert timed is not None and len(arena.nbytes) == 3 and len(left) == 2
+
+
+def test_an_op_that_is_left_for_lack_of_time_is_timed_warm_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    call, _ = clock.takes([0.4, 0.3, 0.1, 0.1])
+    (timed,) = time_calls([Timing(call)], Touched(clock, 1000), limit_seconds=1.5)
+    assert timed is not None
+    assert (timed.seconds, timed.warm_seconds) == (pytest.approx(0.3), pytest.approx(0.1))

@@ -9,8 +9,10 @@ from torch import nn
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
+from recoup.cost.cache import capacity_path
+from recoup.cost.cache_capacity import cache_capacity_bytes
 from recoup.cost.measured import MeasuredCost
-from recoup.cost.reuse import cold_shares, last_cache_bytes, may_be_warm
+from recoup.cost.reuse import cold_shares, may_be_warm
 from recoup.ir.trace import Trace
 
 CACHE_BYTES = 1 << 20
@@ -50,7 +52,8 @@ def test_the_first_reader_of_anything_is_cold_and_so_is_who_reads_nothing() -> N
 def test_an_op_is_priced_between_its_warm_and_its_cold_time() -> None:
     trace = chain(256)
     cost = MeasuredCost(torch.device("cpu"))
-    priced, shares = cost.price(trace), cold_shares(trace, last_cache_bytes())
+    capacity_bytes = cache_capacity_bytes(capacity_path(cost.name))
+    priced, shares = cost.price(trace), cold_shares(trace, capacity_bytes)
     seen = set()
     for op, seconds, share in zip(trace.ops, priced.op_seconds, shares, strict=True):
         found = cost.measurement(trace.signatures[op.signature])

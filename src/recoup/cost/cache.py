@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 14  # of what is measured and how: another number finds nothing of older measurements
+_VERSION = 15  # of what is measured and how: another number finds nothing of older measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,11 @@ def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str
 def host_path(host_name: str, *, python_version: str, torch_version: str) -> Path:
     """Returns the file for the host's own costs; nothing is created."""
     return _path("host", host_name, python_version, torch_version, suffix=".json")
+
+
+def capacity_path(host_name: str) -> Path:
+    """Returns the file for a process's share of the host's last cache; nothing is created."""
+    return _path("cache", host_name, suffix=".txt")
 
 
 def _path(kind: str, *parts: str, suffix: str) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from recoup._allocation import available_bytes, is_allocation_failure
 from recoup.cost import cache as disk
 from recoup.cost.apart import Request, measure_apart
 from recoup.cost.cache import Measurement
+from recoup.cost.cache_capacity import cache_capacity_bytes, flush_bytes
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
 from recoup.cost.host_costs import TYPICAL, HostCosts
@@ -33,14 +35,14 @@ from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace
 from recoup.cost.op_memory import REFUSALS, Run, Timing, make_meter, time_calls, work_clock
 from recoup.cost.op_replay import Arena, argument_bytes, make_call
-from recoup.cost.reuse import cold_shares, interpreter_coldness, last_cache_bytes, may_be_warm
+from recoup.cost.reuse import cold_shares, interpreter_coldness, may_be_warm
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 from recoup.thresholds import MEASURING_SECONDS, NEGLIGIBLE_SHARE, SMALL_BYTES
 
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
-_BATCH_OPS = 24  # metered in one profiler run, and timed in turn
+_BATCH_OPS = 64  # metered in one profiler run, and timed in turn
 
 
 class MeasuredCost:
@@ -57,6 +59,10 @@ class MeasuredCost:
         self._spent_seconds = 0.0
         self._failure = ""
         self._known = disk.load(self._path)
+
+    @functools.cached_property
+    def _cache_bytes(self) -> int:
+        return cache_capacity_bytes(disk.capacity_path(self.name) if self._path else None)
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace. Ops that were not measured are scaled from the roofline, and `source` says so."""
@@ -81,7 +87,7 @@ class MeasuredCost:
         trace = self._with_real_sizes(trace)
         prices = [price(signature) for signature in trace.signatures]
         is_cpu = self.device.type == "cpu"
-        cold = cold_shares(trace, last_cache_bytes()) if is_cpu else [1.0] * len(trace.ops)
+        cold = cold_shares(trace, self._cache_bytes) if is_cpu else [1.0] * len(trace.ops)
         priced = PricedTrace(
             trace=trace,
             op_seconds=tuple(
@@ -166,12 +172,12 @@ class MeasuredCost:
         new: dict[str, Measurement | None],
     ) -> None:
         """Measures in this process; an op as exactly as the step that was measured so far can tell."""
-        arena = Arena(self.device)
+        arena = Arena(self.device, cache_bytes=self._cache_bytes)
         remaining = progress.Remaining(len(missing))
         step_seconds = sum(calls[s] * found.seconds for s in calls if (found := self.measurement(s)))
         with alone(self.device):
             done = 0
-            for batch in _batches(missing):
+            for batch in _batches(missing, 2 * flush_bytes(self._cache_bytes)):
                 if work_clock(self.device)() > deadline:
                     break
                 progress.advance(f"measuring ops on this device ({remaining.text(done, done=done)})")
@@ -218,13 +224,13 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or (signature.bytes_moved < SMALL_BYTES and kind(signature.name) == "other")
 
 
-def _batches(signatures: Sequence[Signature]) -> Iterator[list[Signature]]:
-    """Yields the ops in order: one, or as many as do not touch more than twice the last cache together."""
+def _batches(signatures: Sequence[Signature], most_bytes: int) -> Iterator[list[Signature]]:
+    """Yields the ops in order: one, or as many as do not touch more than so many bytes together."""
     batch: list[Signature] = []
     num_bytes = 0
     for signature in signatures:
         needed_bytes = argument_bytes(signature) + signature.output_bytes
-        if batch and (num_bytes + needed_bytes > 2 * last_cache_bytes() or len(batch) == _BATCH_OPS):
+        if batch and (num_bytes + needed_bytes > most_bytes or len(batch) == _BATCH_OPS):
             yield batch
             batch, num_bytes = [], 0
         batch.append(signature)
@@ -280,7 +286,8 @@ def measure_ops(
             Timing(
                 call,
                 earlier=run.seconds,
-                may_be_warm=may_be_warm(signature, last_cache_bytes()),
+                may_be_warm=may_be_warm(signature, arena.cache_bytes),
+                touched_bytes=min(signature.bytes_moved, argument_bytes(signature) + signature.output_bytes),
                 same_seconds=NEGLIGIBLE_SHARE * step_seconds / calls.get(signature, 1),
             )
             for signature, call, run in metered

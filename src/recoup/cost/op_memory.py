@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from recoup import _torch
+from recoup.cost.cache_capacity import flush_bytes
 from recoup.cost.op_replay import Arena
-from recoup.cost.reuse import last_cache_bytes
 from recoup.thresholds import SAME_SHARE
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, MemoryError)
@@ -176,22 +176,28 @@ class Timing:
         earlier: seconds of runs before, which count with the cold ones; the clock of a CPU alone goes on from there.
         may_be_warm: if not, warm runs are not tried; nor are they on CUDA, where launches hide what differs.
         same_seconds: runs that are no further apart agree, as those within 2 % do.
+        touched_bytes: that a run reads and writes: what other ops find in the cache has left it after so many.
     """
 
     call: Callable[[], Any]
     earlier: Sequence[float] = ()
     may_be_warm: bool = True
     same_seconds: float = 0.0
+    touched_bytes: int = 0
 
-    def goes_on(self, times: Sequence[float], limit_seconds: float) -> bool:
-        """Whether to run once more: until the two fastest agree, or to the limit, which two runs may exceed."""
+    def goes_on(self, times: Sequence[float], limit_seconds: float, waited_seconds: float = 0.0) -> bool:
+        """Whether to run once more: until the two fastest agree, or to the limit, which two runs may exceed.
+
+        Args:
+            waited_seconds: its share of what emptying the caches took.
+        """
         seconds = sum(times)
         if len(times) < 2:
             return not times or seconds <= 8 * limit_seconds
         least, next_to_it = sorted(times)[:2]
         if next_to_it - least <= max(2 * SAME_SHARE * least, self.same_seconds):
             return False
-        return len(times) < 9 and seconds < limit_seconds
+        return len(times) < 9 and seconds + waited_seconds < limit_seconds
 
 
 def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float) -> list[Timed | None]:
@@ -207,13 +213,10 @@ def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float)
             with contextlib.suppress(*REFUSALS):
                 found[index] = _time_on_cuda(timing, device, limit_seconds)
         return found
-    try:
-        flush = arena.flush(last_cache_bytes())
-    except REFUSALS:
-        return [None] * len(timings)  # no room for it
     clock = _cpu_clock()
     cold: list[list[float]] = [list(timing.earlier) for timing in timings]
     warm: list[list[float]] = [[] for _ in timings]
+    waited = [0.0] * len(timings)
     refused: set[int] = set()
 
     def goes_on(index: int, times: list[float]) -> bool:
@@ -228,15 +231,25 @@ def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float)
         times.append(clock() - began)
         return out
 
-    while left := [index for index, times in enumerate(cold) if goes_on(index, times)]:
-        flush.fill_(1)
+    def is_left(index: int) -> bool:
+        return index not in refused and timings[index].goes_on(cold[index], limit_seconds, waited[index])
+
+    while left := list(filter(is_left, range(len(timings)))):
+        began = clock()
+        try:
+            arena.touch(_beside_bytes([timings[index].touched_bytes for index in left], arena.cache_bytes))
+        except REFUSALS:
+            return [None] * len(timings)  # no room for it
+        share = (clock() - began) / len(left)
+        for index in left:
+            waited[index] += share
         held = []  # until the round ends, what they return: the next one would write where it is still warm
         for index in left:
             out = run(index, cold[index])
             if len(left) > 1:
                 held.append(out)
             del out
-            if timings[index].may_be_warm and cold[index] and not goes_on(index, cold[index]):
+            if timings[index].may_be_warm and cold[index] and not is_left(index):
                 warm[index].append(min(cold[index]))  # at the most, so that one run which agrees is enough
                 while goes_on(index, warm[index]):
                     run(index, warm[index])
@@ -245,6 +258,15 @@ def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float)
         None if index in refused else Timed(min(times), min([*warm[index], *times]), _spread(times))
         for index, times in enumerate(cold)
     ]
+
+
+def _beside_bytes(touched_bytes: Sequence[int], cache_bytes: int) -> int:
+    """Returns what to touch before ops that take turns run once more, so that none finds what it read the last time.
+
+    Args:
+        touched_bytes: by each op.
+    """
+    return max(flush_bytes(cache_bytes) - (sum(touched_bytes) - max(touched_bytes)), 0)
 
 
 def _time_on_cuda(timing: Timing, device: torch.device, limit_seconds: float) -> Timed:

@@ -37,20 +37,24 @@ class Arena:
     """One block of memory that the floating-point arguments of ops are taken from, so its pages fault in once.
 
     Calls made with it are only good until it is cleared.
+
+    Args:
+        cache_bytes: a process's share of a CPU's last cache.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, cache_bytes: int = 0) -> None:
         self.device = device
+        self.cache_bytes = cache_bytes
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._used_bytes = 0
         self._pools: dict[torch.dtype, torch.Tensor] = {}
         self._flush = torch.empty(0, dtype=torch.uint8)
 
-    def flush(self, cache_bytes: int) -> torch.Tensor:
-        """Returns a tensor of the last cache's bytes, the same one each time: to write it empties a CPU's caches."""
-        if self._flush.numel() != cache_bytes:
-            self._flush = torch.empty(cache_bytes, dtype=torch.uint8)
-        return self._flush
+    def touch(self, nbytes: int) -> None:
+        """Writes so many bytes that no op reads, the same ones each time: what was read before leaves the caches."""
+        if self._flush.numel() < nbytes:
+            self._flush = torch.empty(nbytes, dtype=torch.uint8)
+        self._flush[:nbytes].fill_(1)
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,79 @@
+"""How much of a CPU's last cache a process has for itself, found by touching memory between two reads.
+
+A virtual machine is told of the whole cache of a processor whose other cores are other people's: 480 MiB, of which
+half a read is gone after 128 MiB of something else. So what an op finds there is not what the system promises, and to
+empty the whole takes longer than the ops that are to be timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from recoup.cost.reuse import core_cache_bytes, last_cache_bytes
+
+
+def cache_capacity_bytes(path: Path | None) -> int:
+    """Returns this process's share of the last cache; the whole where it cannot be told.
+
+    Args:
+        path: of the file that keeps the answer (`cache.capacity_path`); None: this process measures for itself.
+    """
+    if path is None:
+        return _measured_bytes()
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    found = _measured_bytes()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(found))
+    return found
+
+
+def flush_bytes(capacity_bytes: int) -> int:
+    """Returns the bytes to touch until next to nothing of what was read before is left in the cache."""
+    return min(2 * capacity_bytes, last_cache_bytes())
+
+
+@functools.cache
+def _measured_bytes() -> int:
+    last, probe_bytes = last_cache_bytes(), 4 * core_cache_bytes()
+    if last < 4 * probe_bytes:
+        return last
+    try:
+        probe, other = (torch.ones(n, dtype=torch.uint8) for n in (probe_bytes, last))
+    except (RuntimeError, MemoryError):
+        return last
+    numbers = probe.view(torch.int64)
+
+    def read_after(nbytes: int) -> float:
+        seconds = []
+        for _ in range(3):  # the fastest counts: what else runs on the machine only slows one
+            numbers.sum()
+            other[:nbytes].fill_(1)
+            began = time.perf_counter()
+            numbers.sum()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    return find_capacity_bytes(read_after, least_bytes=probe_bytes, most_bytes=last)
+
+
+def find_capacity_bytes(read_after: Callable[[int], float], *, least_bytes: int, most_bytes: int) -> int:
+    """Returns after how many bytes of other memory half of what was read before has left, among halves of the most.
+
+    Args:
+        read_after: seconds of reading `least_bytes` after so many other bytes were touched.
+    """
+    warm, cold = read_after(least_bytes // 2), read_after(most_bytes)
+    if cold < 1.25 * warm:
+        return most_bytes
+    found = most_bytes
+    while found // 2 >= 2 * least_bytes and read_after(found // 2) > (warm + cold) / 2:
+        found //= 2
+    return found

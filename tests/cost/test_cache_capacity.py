@@ -1,0 +1,56 @@
+"""What of a last cache that others use too is left for a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recoup.cost import cache_capacity
+from recoup.cost.cache_capacity import cache_capacity_bytes, find_capacity_bytes, flush_bytes
+from recoup.cost.reuse import last_cache_bytes
+
+MIB = 1 << 20
+
+
+def reader(capacity_mib: int, *, warm: float = 1.0, cold: float = 2.5) -> tuple[object, list[int]]:
+    """Returns seconds of a read after so many bytes, of which a capacity evicts half and twice one all."""
+    asked: list[int] = []
+
+    def read_after(nbytes: int) -> float:
+        asked.append(nbytes)
+        gone = min(nbytes / (2 * capacity_mib * MIB), 1.0)
+        return warm + gone * (cold - warm)
+
+    return read_after, asked
+
+
+@pytest.mark.parametrize(("capacity", "found"), [(60, 120), (110, 120), (200, 240), (480, 480)])
+def test_the_share_of_a_shared_cache_is_found_among_halves_of_the_whole(capacity: int, found: int) -> None:
+    read_after, asked = reader(capacity)
+    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == found * MIB  # type: ignore[arg-type]
+    assert len(asked) <= 6, "each takes the time of touching that much"
+
+
+def test_the_whole_is_taken_where_reads_do_not_differ() -> None:
+    read_after, _ = reader(60, cold=1.1)
+    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == 480 * MIB  # type: ignore[arg-type]
+
+
+def test_it_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "cache.txt"
+    found = cache_capacity_bytes(path)
+    assert 0 < found <= last_cache_bytes() and found <= flush_bytes(found) <= last_cache_bytes()
+    monkeypatch.setattr(cache_capacity, "_measured_bytes", lambda: pytest.fail("measured again"))
+    assert cache_capacity_bytes(path) == found
+
+
+@pytest.mark.parametrize("text", ["", "many", None])
+def test_without_a_readable_file_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(cache_capacity, "_measured_bytes", lambda: 7)
+    path = tmp_path / "cache.txt"
+    if text is None:
+        path.mkdir()  # nothing can be written there
+    else:
+        path.write_text(text)
+    assert cache_capacity_bytes(path) == 7
