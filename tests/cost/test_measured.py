@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from recoup import _torch
+from recoup.capture.spec import StepSpec
+from recoup.capture.step import Objective
 from recoup.cost import cache, measured
 from recoup.cost.measured import MeasuredCost
+from recoup.planner.driver import Planner
 from tests.cost.helpers import signature_of, trace_of
 
 aten = torch.ops.aten
@@ -139,3 +143,13 @@ def test_runs_the_recorded_ops_inside_autocast_and_fake_modes() -> None:
         cost.price(trace)
     found = cost.measurement(trace.signatures[0])
     assert found is not None and found.workspace_bytes == 0 and found.spread_seconds >= 0
+
+
+def test_a_search_gives_back_the_memory_that_ops_were_run_in() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+    spec = StepSpec(model=model, batch=torch.randn(1024, 256), objective=Objective(loss=lambda out, batch: out.sum()))
+    cost = MeasuredCost(CPU)
+    planner = Planner(spec, cost=cost, actions=None)
+    assert cost._arena is not None, "kept between the prices of a search: to touch it first takes longer than the ops"
+    planner.fit(int(0.8 * planner.plain.peak_bytes))
+    assert cost._arena is None

@@ -15,7 +15,7 @@ import recoup
 from recoup.analysis.module_table import module_rows
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
-from recoup.cost.model import PricedTrace, price_by_signature
+from recoup.cost.model import CostModel, PricedTrace, price_by_signature
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
@@ -88,7 +88,7 @@ class TwoScans(nn.Module):
         return self.head(last)
 
 
-class OpCost:
+class OpCost(CostModel):
     """Every op takes as long, as small ops do."""
 
     def price(self, trace: Trace) -> PricedTrace:

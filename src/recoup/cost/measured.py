@@ -32,7 +32,7 @@ from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
 from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
-from recoup.cost.model import PricedTrace
+from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.op_memory import REFUSALS, Run, Timing, make_meter, time_calls, work_clock
 from recoup.cost.op_replay import Arena, argument_bytes, make_call
 from recoup.cost.reuse import cold_shares, interpreter_coldness, may_be_warm
@@ -45,7 +45,7 @@ _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
 _BATCH_OPS = 64  # metered in one profiler run, and timed in turn
 
 
-class MeasuredCost:
+class MeasuredCost(CostModel):
     """Prices ops by running them on `device`; what was measured before comes from disk."""
 
     def __init__(self, device: torch.device, *, cache: bool = True, host_costs: HostCosts = TYPICAL) -> None:
@@ -59,10 +59,15 @@ class MeasuredCost:
         self._spent_seconds = 0.0
         self._failure = ""
         self._known = disk.load(self._path)
+        self._arena: Arena | None = None
 
     @functools.cached_property
     def _cache_bytes(self) -> int:
         return cache_capacity_bytes(disk.capacity_path(self.name) if self._path else None)
+
+    def rest(self) -> None:
+        """Gives back the memory that ops were run in."""
+        self._arena = None
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace. Ops that were not measured are scaled from the roofline, and `source` says so."""
@@ -172,7 +177,7 @@ class MeasuredCost:
         new: dict[str, Measurement | None],
     ) -> None:
         """Measures in this process; an op as exactly as the step that was measured so far can tell."""
-        arena = Arena(self.device, cache_bytes=self._cache_bytes)
+        arena = self._arena = self._arena or Arena(self.device, cache_bytes=self._cache_bytes)
         remaining = progress.Remaining(len(missing))
         step_seconds = sum(calls[s] * found.seconds for s in calls if (found := self.measurement(s)))
         with alone(self.device):

@@ -52,6 +52,10 @@ class CostModel(Protocol):
         """Returns the trace with seconds and workspace for each op."""
         ...
 
+    def rest(self) -> None:
+        """Gives back the memory that pricing works in; the next ops take it anew."""
+        return
+
 
 def price_by_signature(
     trace: Trace, price: Callable[[Signature], tuple[float, int]], *, source: str, is_estimate: bool
@@ -71,7 +75,7 @@ NOMINAL_FLOPS = 1e12
 """FLOP/s where no device is named. Plans do not depend on it: everything is as many FLOPs as it is."""
 
 
-class FlopsCost:
+class FlopsCost(CostModel):
     """Deterministic prices for tests: a second is 1e12 FLOPs plus 1e11 bytes moved; no workspace."""
 
     def price(self, trace: Trace) -> PricedTrace:

@@ -11,11 +11,11 @@ from recoup.cost.devices import Device
 from recoup.cost.flops import kind, tensor_specs
 from recoup.cost.hidden_memory import hidden_bytes
 from recoup.cost.kernel_flags import KernelFlags
-from recoup.cost.model import PricedTrace, price_by_signature
+from recoup.cost.model import CostModel, PricedTrace, price_by_signature
 from recoup.ir.trace import Signature, Trace
 
 
-class RooflineCost:
+class RooflineCost(CostModel):
     """Prices ops for a device of the table."""
 
     def __init__(self, device: Device) -> None:

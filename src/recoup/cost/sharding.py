@@ -47,7 +47,7 @@ def num_all_gathers(num_units: int, *, reshard_after_forward: bool = True) -> in
     return num_units + (num_units - 1 if reshard_after_forward else 0)
 
 
-class ShardedCost:
+class ShardedCost(CostModel):
     """Prices a trace as another cost model does, with the bytes of one rank out of `world_size`."""
 
     def __init__(self, cost: CostModel, *, world_size: int, copies: Literal["none", "prompt", "late"] = "none") -> None:
@@ -62,6 +62,10 @@ class ShardedCost:
         self.cost = cost
         self.world_size = world_size
         self.copies = copies
+
+    def rest(self) -> None:
+        """Gives back what one rank's ops are priced in."""
+        self.cost.rest()
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace of one rank."""

@@ -6,9 +6,10 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -124,15 +125,24 @@ class Planner(Simulator):
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
-        with self.spec.known_state.kept():
+        with self._searching():
             return self._recalled(budget_bytes, lambda: self._search.fit(budget_bytes))
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        with self.spec.known_state.kept():
+        with self._searching():
             found = self._recalled(None, self._search.smallest)
             assert found is not None
             return found
+
+    @contextlib.contextmanager
+    def _searching(self) -> Iterator[None]:
+        """Between the captures and prices inside, no other code runs."""
+        try:
+            with self.spec.known_state.kept():
+                yield
+        finally:
+            self.cost.rest()
 
     def _recalled(self, budget_bytes: int | None, search: Callable[[], Candidate | None]) -> Candidate | None:
         """Returns a search's answer for a budget (None: the smallest peak), or that of an identical earlier search.
