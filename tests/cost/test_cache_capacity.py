@@ -54,3 +54,12 @@ def test_without_a_readable_file_it_is_measured(tmp_path: Path, monkeypatch: pyt
     else:
         path.write_text(text)
     assert cache_capacity_bytes(path) == 7
+
+
+def test_what_is_touched_leaves_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_capacity, "available_host_bytes", lambda: 40 * MIB)
+    cache_capacity._measured_bytes.cache_clear()
+    try:
+        assert flush_bytes(cache_capacity_bytes(None)) <= 20 * MIB
+    finally:
+        cache_capacity._measured_bytes.cache_clear()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from recoup._allocation import available_host_bytes
 from recoup.cost.reuse import core_cache_bytes, last_cache_bytes
 
 
@@ -42,13 +43,11 @@ def flush_bytes(capacity_bytes: int) -> int:
 
 @functools.cache
 def _measured_bytes() -> int:
-    last, probe_bytes = last_cache_bytes(), 4 * core_cache_bytes()
-    if last < 4 * probe_bytes:
-        return last
-    try:
-        probe, other = (torch.ones(n, dtype=torch.uint8) for n in (probe_bytes, last))
-    except (RuntimeError, MemoryError):
-        return last
+    # Twice of it will be touched between ops, which is no more than half of the memory that there is.
+    most_bytes, probe_bytes = min(last_cache_bytes(), available_host_bytes() // 4), 4 * core_cache_bytes()
+    if most_bytes < 4 * probe_bytes:
+        return most_bytes
+    probe, other = (torch.ones(n, dtype=torch.uint8) for n in (probe_bytes, most_bytes))
     numbers = probe.view(torch.int64)
 
     def read_after(nbytes: int) -> float:
@@ -61,7 +60,7 @@ def _measured_bytes() -> int:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    return find_capacity_bytes(read_after, least_bytes=probe_bytes, most_bytes=last)
+    return find_capacity_bytes(read_after, least_bytes=probe_bytes, most_bytes=most_bytes)
 
 
 def find_capacity_bytes(read_after: Callable[[int], float], *, least_bytes: int, most_bytes: int) -> int:
