@@ -5,6 +5,7 @@ GiB is 2**30 bytes, GB is 10**9; both are read, only GiB (and MiB, KiB) are writ
 
 from __future__ import annotations
 
+import numbers
 import re
 
 from recoup.errors import UsageError
@@ -39,15 +40,17 @@ def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
     Raises:
         UsageError: if it is not a positive number with a known unit.
     """
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
+    if isinstance(text, bool) or not isinstance(text, (numbers.Integral, str)):
         raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB' or '60%'; got {text!r}.")
-    if isinstance(text, int):
-        value = text
+    if not isinstance(text, str):
+        value = int(text)
     else:
         match = _BYTES.match(text)
         if match is None or match.group(2).lower() not in _SUFFIX_BYTES:
+            share = "A percentage is read for `budget` alone. " if text.rstrip().endswith("%") else ""
             raise UsageError(
-                f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
+                f"Cannot read {text!r} as a number of bytes. {share}Write a number and a unit: '8GiB', '750MiB', "
+                "'80GB'."
             )
         number = float(match.group(1).replace("_", ""))
         value = int(number * _SUFFIX_BYTES[match.group(2).lower()])

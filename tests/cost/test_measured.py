@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import recoup
 from recoup import _torch
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
@@ -153,3 +154,18 @@ def test_a_search_gives_back_the_memory_that_ops_were_run_in() -> None:
     assert cost._arena is not None, "kept between the prices of a search: to touch it first takes longer than the ops"
     planner.fit(int(0.8 * planner.plain.peak_bytes))
     assert cost._arena is None
+
+
+@pytest.mark.parametrize("nbytes", [256, 8 << 10, 16 << 10])
+def test_small_losses_leave_a_scalar_in_a_storage_of_their_inputs_size(nbytes: int) -> None:
+    """A list of losses kept up to 37 % more than the plan said."""
+    model, x = nn.Linear(8, 16), torch.randn(nbytes // 64, 8)
+    targets = torch.randn(40, nbytes // 64, 16)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        given, wanted = batch
+        return torch.stack([nn.functional.mse_loss(model(given + i), y) for i, y in enumerate(wanted)]).mean()
+
+    planned = recoup.plan(model, (x, targets), budget="100%", step=step, optimizer=torch.optim.SGD)
+    evidence = recoup.verify(model, planned, (x, targets), step=step, optimizer=torch.optim.SGD, timed=False)
+    assert evidence.peak_bytes == pytest.approx(planned.predicted.peak_bytes, rel=0.005)

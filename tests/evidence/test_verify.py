@@ -14,7 +14,7 @@ from torch import nn
 import recoup
 from recoup.capture.snapshot import Snapshot
 from recoup.cost.model import FlopsCost
-from recoup.evidence.gradients import StepResult, compare, rounding_bound, rounding_noise, take_result
+from recoup.evidence.gradients import StepResult, compare, not_finite, rounding_bound, rounding_noise, take_result
 from recoup.evidence.noise import NOISE_FACTOR
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Recompute
@@ -109,6 +109,17 @@ def test_what_is_no_number_on_both_sides_is_none(unit: complex) -> None:
     near = _result(NAN, NAN * unit, INF * unit, 1 * unit, (2 + 4e-7) * unit)
     assert compare(plain, near, bound=1e-6).holds and not compare(plain, near).holds
     assert not compare(plain, _result(NAN, NAN * unit, INF * unit, 1 * unit, 2.1 * unit), bound=1e-6).holds
+
+
+def test_equal_numbers_that_are_none_are_no_proof() -> None:
+    assert not not_finite(_result(1, 1, 2))
+    assert not_finite(_result(INF, 1, 2)).startswith("the loss holds NaNs or infinities")
+    assert not_finite(_result(1, 1, NAN)).startswith("1 of 1 gradients (`w`) hold NaNs")
+    model, batch = nn.Linear(_WIDTH, _WIDTH), torch.randn(32, _WIDTH)
+    with torch.no_grad():
+        model.weight[0, 0] = NAN
+    evidence = verify_plan(model, _plan(model, batch), batch, timed=False)
+    assert any(note.startswith("the loss holds NaNs or infinities without a plan too") for note in evidence.notes)
 
 
 def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:

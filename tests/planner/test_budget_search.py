@@ -158,6 +158,30 @@ def test_no_plan_for_a_budget_is_smaller_than_the_smallest() -> None:
         assert fits is not None and fits.peak_bytes == 40
 
 
+class LeanerOnceThereIsATile(Strategy):
+    """Its leanest plan is that of four regions, and of six where one with a tile is known; rounds differently."""
+
+    is_exact = False
+
+    def shrink(self, incumbents: Incumbents) -> Any:
+        has_tile = TILE in incumbents.least().decisions
+        yield (*regions(6), TILE) if has_tile else regions(4)
+
+
+def test_the_smallest_is_looked_for_again_from_what_was_found() -> None:
+    class Tiles(SaysTiles):
+        def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+            if budget_bytes > 40:  # not for the budget itself
+                yield (*regions(4), TILE)
+
+    looking = search(FakeJudge(), LeanerOnceThereIsATile(), Tiles())
+    assert looking.fit(20) is None
+    peak_bytes = looking.smallest().peak_bytes
+    assert peak_bytes == FakeJudge().simulate((*regions(6), TILE)).peak_bytes
+    found = search(FakeJudge(), LeanerOnceThereIsATile(), Tiles()).fit(peak_bytes)
+    assert found is not None, "which the error names"
+
+
 def test_the_smallest_of_a_transformer_is_no_larger_than_its_plans_for_budgets() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True, norm_first=True)

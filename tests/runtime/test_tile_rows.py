@@ -364,3 +364,26 @@ def test_a_function_of_the_number_of_positions_is_refused(how: str, why: str) ->
     net.layers[0].mlp = LooksAtSize(how)
     with apply_decisions(net, tiles(10, 1)), pytest.raises(UsageError, match=why):
         net(torch.randn(1, 30, H))
+
+
+@pytest.mark.parametrize("shape", [(1, H), (1, 1, H), (2, 1, H), (1, 2, H), (5, H)])
+@pytest.mark.parametrize("tiles", [{"num_tiles": 4}, {"num_tiles": 5}, {"tile_tokens": 1}, {"tile_tokens": 64}])
+def test_a_tile_and_a_call_may_be_of_one_position(shape: tuple[int, ...], tiles: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    module, x = Gated(), torch.randn(shape)
+    results = []
+    for run in (module, lambda x: recoup.tiled(module, x, **tiles), lambda x: recoup.tiled(module.forward, x, **tiles)):
+        given = x.clone().requires_grad_()
+        out = run(given)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), [given, *module.parameters()])))
+    for one in results[1:]:
+        for a, b in zip(results[0], one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_one_position_runs_under_a_plan() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with apply_decisions(model, [TileModule(path="layers.0.mlp", tile_tokens=8)]):
+        for shape in ((4, 16, H), (1, 1, H), (1, 3, H)):
+            model(torch.randn(shape)).backward()

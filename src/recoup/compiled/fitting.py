@@ -191,7 +191,7 @@ class CompiledFitting:
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
-            f"{len(measured)} plans were compiled and measured. Use a larger budget or a smaller batch.",
+            f"{len(measured)} of its plans compiled and measured. Use a larger budget or a smaller batch.",
             budget_bytes=budget_bytes,
             minimum_bytes=least,
             phase="backward",

@@ -55,7 +55,7 @@ _REDUCTIONS: dict[str, int] = {
     **dict.fromkeys(("amax", "amin", "all", "any"), 0),
     **dict.fromkeys(("var_mean", "var", "std", "std_mean", "argmax", "argmin", "max", "min"), 16),
 }
-_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
 def hidden_blocks(
@@ -335,7 +335,7 @@ _SPECIAL: dict[str, Callable[[Sequence[object], Device], list[int]]] = {
     "native_group_norm_backward": _group_norm_backward,
     "index_put": _index_put,
     "_index_put_impl": _index_put,
-    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(LOSSES, _loss),
 }
 _SPECIAL_IN_ORDER: dict[str, Callable[[Sequence[object], Device], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward_in_order,

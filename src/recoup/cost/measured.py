@@ -29,7 +29,8 @@ from recoup.cost.apart import Request, measure_apart
 from recoup.cost.cache import Measurement
 from recoup.cost.cache_capacity import cache_capacity_bytes, flush_bytes
 from recoup.cost.devices import DEVICES
-from recoup.cost.flops import kind
+from recoup.cost.flops import kind, op_name
+from recoup.cost.hidden_memory import LOSSES
 from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import CostModel, PricedTrace
@@ -225,8 +226,10 @@ class MeasuredCost(CostModel):
 
 
 def _is_small(signature: Signature) -> bool:
-    # Products and convolutions are run whatever their size: the workspace of a small one is larger than itself.
-    return signature.is_view or (signature.bytes_moved < SMALL_BYTES and kind(signature.name) == "other")
+    # Products and convolutions are run whatever their size: the workspace of a small one is larger than itself. So is
+    # what a loss leaves behind its scalar: a list of them keeps as much as their inputs take.
+    is_light = kind(signature.name) == "other" and op_name(signature.name) not in LOSSES
+    return signature.is_view or (is_light and signature.bytes_moved < SMALL_BYTES)
 
 
 def _batches(signatures: Sequence[Signature], most_bytes: int) -> Iterator[list[Signature]]:

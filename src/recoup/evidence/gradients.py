@@ -138,6 +138,25 @@ _BOUNDS: dict[torch.dtype | None, float] = {
 _MAX_NOISE_FACTOR = 10.0  # factor on the bound of a dtype that measured rounding may widen it by
 
 
+def not_finite(result: StepResult) -> str:
+    """Returns in words what of a plain step's loss and gradients holds NaNs or infinities; "" if nothing does."""
+    given = {name: g for name, g in result.gradients.items() if g is not None}
+    bad = [f"`{name}`" for name, g in given.items() if not _is_finite(g)]
+    loss = "" if _is_finite(result.loss) else "the loss"
+    names = ", ".join([*bad[:3], *(["..."] if len(bad) > 3 else [])])
+    some = f"{len(bad)} of {len(given)} gradients ({names})" if bad else ""
+    what = " and ".join(text for text in (loss, some) if text)
+    return what and (
+        f"{what} hold{'s' if what == loss else ''} NaNs or infinities without a plan too: that they are equal with it "
+        "proves little. Verify with a batch and weights whose step is finite"
+    )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    parts = [tensor] if tensor.layout is torch.strided else dense_parts(tensor)
+    return all(bool(piece.isfinite().all()) for part in parts for piece in pieces(part.detach()))
+
+
 def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
     """Returns the largest relative difference of a gradient between two plain steps that only round differently.
 

@@ -52,6 +52,7 @@ from recoup.evidence.gradients import (
     Comparison,
     StepResult,
     compare,
+    not_finite,
     on_host,
     rounding_bound,
     rounding_noise,
@@ -314,6 +315,8 @@ class _Verification:
         """Compares one plain and one planned step; also returns the planned step's log."""
         whole = self.bench.batch
         plain_result = self._plain_result()
+        if note := not_finite(plain_result):
+            self._notes.append(note)
         noise = 0.0
         if self._tiles:
             # One draw of how far two roundings lie apart, as the plan's error is another: half of the time the larger.

@@ -63,18 +63,22 @@ class BudgetSearch:
         """Returns the plan with the smallest simulated peak that was found.
 
         The leanest plans by the strategies' own reckoning first; then they are asked for a byte less than the smallest
-        so far, until none of them finds that. So no plan for a budget has a smaller peak.
+        so far, until none of them finds that; and all of it again from what was found, until nothing smaller is. So no
+        plan for a budget has a smaller peak, and who asks twice gets one answer.
         """
-        for strategy in self._strategies:
-            self._try(strategy.shrink(self._incumbents))
-            if strategy.dominates_step:
-                break
         allowance = Allowance(num_ops=SEARCH_OPS, began_at=self._incumbents.num_simulated_ops)
-        least = self._incumbents.least()
-        while least.peak_bytes != self._floor_bytes and not allowance.is_spent(self._incumbents):
-            self._floor_bytes = least.peak_bytes
-            self._ask(least.peak_bytes - 1)
+        least, began_bytes = self._incumbents.least(), -1
+        while least.peak_bytes != began_bytes and not allowance.is_spent(self._incumbents):
+            began_bytes = least.peak_bytes
+            for strategy in self._strategies:
+                self._try(strategy.shrink(self._incumbents))
+                if strategy.dominates_step:
+                    break
             least = self._incumbents.least()
+            while least.peak_bytes != self._floor_bytes and not allowance.is_spent(self._incumbents):
+                self._floor_bytes = least.peak_bytes
+                self._ask(least.peak_bytes - 1)
+                least = self._incumbents.least()
         return least
 
     def _ask(self, budget_bytes: int, *, enough_seconds: float = 0.0) -> None:

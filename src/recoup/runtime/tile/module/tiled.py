@@ -41,7 +41,8 @@ def tiled(
     leading sizes is cut with it; other tensors go whole to each tile. Backward runs each tile's forward again: it
     costs one more forward, and keeps nothing but the arguments. Parameters' gradients are sums over tiles, which round
     differently (in float32 where the parameters have fewer bits); the result and the gradients of what is cut are
-    those of the plain call as far as the kernels give a row the same bits in a tile of another height.
+    those of the plain call as far as the kernels give a row the same bits in a tile of another height. A call of one
+    position is the plain one.
 
     Args:
         function: a module or function that treats each position by itself and returns one tensor, a row a position.
@@ -76,6 +77,8 @@ def tiled(
         refuse_hooks(name, function, below=False)
         return _proofs.setdefault(function, Proofs()).run(name, function, function, args, kwargs, tile_rows)
     tiling = Tiling(name, function, args, kwargs, tile_rows=tile_rows)
+    if tiling.num_rows == 1:
+        return function(*args, **kwargs)  # type: ignore[no-any-return]
     proof = proof_of(tiling, None)
     if proof.reason:
         raise UsageError(f"`{name}` cannot be run over tiles of positions: {proof.reason}. {_WHERE}")
@@ -113,7 +116,8 @@ def proof_of(tiling: Tiling, module: nn.Module | None) -> Proof:
 
     changed: list[str] = []
     with execution_context.in_tile(), _restored(module, changed):
-        tile_shape = (*(1,) * (len(tiling.leading) - 1), tiling.tile_rows)
+        # A single position is told from none by nothing: such a tile is one of two.
+        tile_shape = (*(1,) * (len(tiling.leading) - 1), max(tiling.tile_rows, 2))
         proof = prove(run, cut, tiling.leading)
         if not proof.reason:
             tile = prove(run, cut, tile_shape)
@@ -188,6 +192,8 @@ class Proofs:
             UsageError: if the module is not position-wise.
         """
         tiling = Tiling(path, run, args, kwargs, tile_rows=rows)
+        if tiling.num_rows == 1:
+            return run(*args, **kwargs)  # type: ignore[no-any-return]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         is_fake = _torch.is_fake(tiling.tensors[0])
         key = (path, is_fake, _mode_of(tiling, module, parameters))
