@@ -34,6 +34,8 @@ class HeldState:
         entries: those of the decision, by key. marks: of each.
         loss: how the model's own cross entropies run; None: as they are.
         warned: whether the warning about a step with other ops than planned was given.
+        num_held: of the tensors that a step saves, how many are held when its forward ends (the graphs of others are
+            gone): as in a step that saved as many as planned; until one did, all of them.
         counts: counters of the steps (`execution_context`).
     """
 
@@ -48,6 +50,7 @@ class HeldState:
         self.counts = Counts()
         self.suspended = False
         self.warned = False
+        self.num_held = decision.num_saved
         self._units: dict[type[nn.Module], bool] = {}
 
     @property
@@ -158,11 +161,9 @@ def _enter(patched: Patched, entry: Entry, args: tuple[Any, ...], kwargs: dict[s
     if not is_followed:
         recorder.frame.settle()
     lost = recorder.lost
-    planned = state.decision.num_saved  # fewer are no danger: a capture takes sparse tensors apart and saves the parts
-    if not recorder.followed and planned is not None and len(recorder.packed) > planned:
-        num_saved = recorder.num_saved()
-        if num_saved > planned:
-            lost = [*lost, f"autograd saves {num_saved} tensors, planned {planned}"]
+    more = _num_more(state, recorder)
+    if more:
+        lost = [*lost, f"autograd saves {more + (state.num_held or 0)} tensors, planned {state.num_held}"]
     recorder.packed.clear()
     if lost and not state.warned:
         state.warned = True
@@ -172,6 +173,24 @@ def _enter(patched: Patched, entry: Entry, args: tuple[Any, ...], kwargs: dict[s
             stacklevel=4,
         )
     return result
+
+
+def _num_more(state: HeldState, recorder: HeldRecorder) -> int:
+    """Returns how many more tensors than planned a forward that has ended saved and holds; 0 if it does not.
+
+    Fewer are no danger: a capture takes sparse tensors apart and saves the parts.
+    """
+    planned, held = state.decision.num_saved, state.num_held
+    if planned is None or held is None:
+        return 0
+    num_saved = recorder.num_followed + len(recorder.packed)
+    if num_saved <= planned:
+        if num_saved == planned and not recorder.num_followed:
+            state.num_held = recorder.num_saved()
+        return 0
+    if recorder.num_followed:  # what a program has saved includes what is gone by now, as what it would have does
+        return max(recorder.num_followed + recorder.num_saved() - max(planned, recorder.num_in_program), 0)
+    return max(recorder.num_saved() - held, 0)
 
 
 def _share(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

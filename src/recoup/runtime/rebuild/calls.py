@@ -64,7 +64,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
-        recorder.followed = recorder.is_aside = self._run is not None
+        recorder.is_aside = self._run is not None
         self._is_other = False
         self.hooks = _torch.saved_tensors_hooks(pack if self._run is None else self._run.hook, unpack)
         if followed is not None:

@@ -33,7 +33,7 @@ class HeldRecorder(Recorder):
         segment: the one that ops run in now.
         log: of the call that is looked into now.
         lost: marks that met no op of theirs, in words.
-        followed: whether the step began as the program of one that was recorded.
+        num_followed, num_in_program: of a program that the step has left: tensors that it saved, and would have.
         stop_program: ends the program that the step follows, if it follows one.
         on_write: told of the tensors among an op's arguments before it writes.
 
@@ -57,7 +57,7 @@ class HeldRecorder(Recorder):
         self._calls: dict[str, int] = {}
         self._frames: list[Frame] = []
         self.lost: list[str] = []
-        self.followed = False
+        self.num_followed = self.num_in_program = 0
         self.log: CallLog | None = None
         self.stop_program: Callable[[], None] | None = None
         self.on_write: Callable[[list[torch.Tensor]], None] | None = None

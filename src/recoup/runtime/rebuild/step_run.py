@@ -321,6 +321,8 @@ class StepRun:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
+        calls = self._program.calls
+        recorder.num_followed, recorder.num_in_program = self.num_saved, calls[-1].last_save if calls else 0
         for segment in self._segments.values():
             segment.end_early()
         last, begun = self._retrace(recorder)

@@ -25,7 +25,6 @@ class WatchedRecorder(Recorder):
     def __init__(self, calls: Any) -> None:
         super().__init__()
         self.calls = calls
-        self.followed = False
         self.frame = Frame("", None, [])
         self.log: CallLog | None = None
         self.stop_program: Any = None
