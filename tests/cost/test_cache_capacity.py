@@ -45,7 +45,7 @@ def test_it_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cache_capacity_bytes(path) == found
 
 
-@pytest.mark.parametrize("text", ["", "many", None])
+@pytest.mark.parametrize("text", ["", "many", "0", None])
 def test_without_a_readable_file_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(cache_capacity, "_measured_bytes", lambda: 7)
     path = tmp_path / "cache.txt"

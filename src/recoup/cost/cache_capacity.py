@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from recoup import _torch
 from recoup._allocation import available_host_bytes
 from recoup.cost.reuse import core_cache_bytes, last_cache_bytes
 
@@ -28,11 +30,13 @@ def cache_capacity_bytes(path: Path | None) -> int:
     if path is None:
         return _measured_bytes()
     with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    found = _measured_bytes()
+        if (known := int(path.read_text())) > 0:
+            return known
+    found, beside = _measured_bytes(), path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(found))
+        beside.write_text(str(found))
+        beside.replace(path)
     return found
 
 
@@ -47,20 +51,25 @@ def _measured_bytes() -> int:
     most_bytes, probe_bytes = min(last_cache_bytes(), available_host_bytes() // 4), 4 * core_cache_bytes()
     if most_bytes < 4 * probe_bytes:
         return most_bytes
-    probe, other = (torch.ones(n, dtype=torch.uint8) for n in (probe_bytes, most_bytes))
-    numbers = probe.view(torch.int64)
+    with _torch.without_dispatch_modes():
+        probe, other = (torch.ones(n, dtype=torch.uint8, device="cpu") for n in (probe_bytes, most_bytes))
+        return _find(probe.view(torch.int64), other)
+
+
+def _find(probe: torch.Tensor, other: torch.Tensor) -> int:
+    """Returns the share, by reads of `probe` after parts of `other` were written."""
 
     def read_after(nbytes: int) -> float:
         seconds = []
         for _ in range(3):  # the fastest counts: what else runs on the machine only slows one
-            numbers.sum()
+            probe.sum()
             other[:nbytes].fill_(1)
             began = time.perf_counter()
-            numbers.sum()
+            probe.sum()
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
-    return find_capacity_bytes(read_after, least_bytes=probe_bytes, most_bytes=most_bytes)
+    return find_capacity_bytes(read_after, least_bytes=probe.nbytes, most_bytes=other.nbytes)
 
 
 def find_capacity_bytes(read_after: Callable[[int], float], *, least_bytes: int, most_bytes: int) -> int:

@@ -48,12 +48,12 @@ class Arena:
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._used_bytes = 0
         self._pools: dict[torch.dtype, torch.Tensor] = {}
-        self._flush = torch.empty(0, dtype=torch.uint8)
+        self._flush = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def touch(self, nbytes: int) -> None:
         """Writes so many bytes that no op reads, the same ones each time: what was read before leaves the caches."""
         if self._flush.numel() < nbytes:
-            self._flush = torch.empty(nbytes, dtype=torch.uint8)
+            self._flush = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._flush[:nbytes].fill_(1)
 
     @property
