@@ -169,3 +169,11 @@ def test_small_losses_leave_a_scalar_in_a_storage_of_their_inputs_size(nbytes: i
     planned = recoup.plan(model, (x, targets), budget="100%", step=step, optimizer=torch.optim.SGD)
     evidence = recoup.verify(model, planned, (x, targets), step=step, optimizer=torch.optim.SGD, timed=False)
     assert evidence.peak_bytes == pytest.approx(planned.predicted.peak_bytes, rel=0.005)
+
+
+def test_ops_are_run_in_a_part_of_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "available_bytes", lambda device: 64 << 20)
+    cost = MeasuredCost(CPU)
+    cost.price(some_ops())
+    arena = cost._arena
+    assert arena is not None and arena.num_bytes + arena._flush.numel() <= 32 << 20

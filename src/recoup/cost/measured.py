@@ -178,12 +178,16 @@ class MeasuredCost(CostModel):
         new: dict[str, Measurement | None],
     ) -> None:
         """Measures in this process; an op as exactly as the step that was measured so far can tell."""
-        arena = self._arena = self._arena or Arena(self.device, cache_bytes=self._cache_bytes)
+        if self._arena is None:
+            # Two of it are touched, and up to four are ops' arguments: the meter needs some of what there is too.
+            room_bytes = available_bytes(self.device) // 16
+            self._arena = Arena(self.device, cache_bytes=min(self._cache_bytes, room_bytes))
+        arena = self._arena
         remaining = progress.Remaining(len(missing))
         step_seconds = sum(calls[s] * found.seconds for s in calls if (found := self.measurement(s)))
         with alone(self.device):
             done = 0
-            for batch in _batches(missing, 2 * flush_bytes(self._cache_bytes)):
+            for batch in _batches(missing, 2 * flush_bytes(arena.cache_bytes)):
                 if work_clock(self.device)() > deadline:
                     break
                 progress.advance(f"measuring ops on this device ({remaining.text(done, done=done)})")
