@@ -47,7 +47,8 @@ def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
     else:
         match = _BYTES.match(text)
         if match is None or match.group(2).lower() not in _SUFFIX_BYTES:
-            share = "A percentage is read for `budget` alone. " if text.rstrip().endswith("%") else ""
+            is_share = text.rstrip().endswith("%")
+            share = "Percentages are of a plain step: only the `budget` of a plan may be one. " if is_share else ""
             raise UsageError(
                 f"Cannot read {text!r} as a number of bytes. {share}Write a number and a unit: '8GiB', '750MiB', "
                 "'80GB'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from recoup.cost.reuse import last_cache_bytes
 MIB = 1 << 20
 
 
-def reader(capacity_mib: int, *, warm: float = 1.0, cold: float = 2.5) -> tuple[object, list[int]]:
+def reader(capacity_mib: int, *, warm: float = 1.0, cold: float = 2.5) -> tuple[Callable[[int], float], list[int]]:
     """Returns seconds of a read after so many bytes, of which a capacity evicts half and twice one all."""
     asked: list[int] = []
 
@@ -28,13 +29,13 @@ def reader(capacity_mib: int, *, warm: float = 1.0, cold: float = 2.5) -> tuple[
 @pytest.mark.parametrize(("capacity", "found"), [(60, 120), (110, 120), (200, 240), (480, 480)])
 def test_the_share_of_a_shared_cache_is_found_among_halves_of_the_whole(capacity: int, found: int) -> None:
     read_after, asked = reader(capacity)
-    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == found * MIB  # type: ignore[arg-type]
+    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == found * MIB
     assert len(asked) <= 6, "each takes the time of touching that much"
 
 
 def test_the_whole_is_taken_where_reads_do_not_differ() -> None:
     read_after, _ = reader(60, cold=1.1)
-    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == 480 * MIB  # type: ignore[arg-type]
+    assert find_capacity_bytes(read_after, least_bytes=8 * MIB, most_bytes=480 * MIB) == 480 * MIB
 
 
 def test_it_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +47,9 @@ def test_it_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", None])
-def test_without_a_readable_file_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_without_a_readable_file_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
     monkeypatch.setattr(cache_capacity, "_measured_bytes", lambda: 7)
     path = tmp_path / "cache.txt"
     if text is None:

@@ -78,7 +78,8 @@ def tiled(
         return _proofs.setdefault(function, Proofs()).run(name, function, function, args, kwargs, tile_rows)
     tiling = Tiling(name, function, args, kwargs, tile_rows=tile_rows)
     if tiling.num_rows == 1:
-        return function(*args, **kwargs)  # type: ignore[no-any-return]
+        plain: torch.Tensor = function(*args, **kwargs)
+        return plain
     proof = proof_of(tiling, None)
     if proof.reason:
         raise UsageError(f"`{name}` cannot be run over tiles of positions: {proof.reason}. {_WHERE}")
@@ -193,7 +194,8 @@ class Proofs:
         """
         tiling = Tiling(path, run, args, kwargs, tile_rows=rows)
         if tiling.num_rows == 1:
-            return run(*args, **kwargs)  # type: ignore[no-any-return]
+            plain: torch.Tensor = run(*args, **kwargs)
+            return plain
         parameters = dict(module.named_parameters(remove_duplicate=False))
         is_fake = _torch.is_fake(tiling.tensors[0])
         key = (path, is_fake, _mode_of(tiling, module, parameters))
