@@ -12,7 +12,7 @@ from torch import nn
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.selective import CheckpointConfig, MemoryProfiler, SelectiveCheckpointer, find_layers
-from recoup.selective.layers import PRESETS
+from recoup.selective.layers import PRESETS, explain_unmatched
 from tests.models import KINDS, Block, ConvNet, Stack, make, same, step
 
 EXACT: list[dict[str, Any]] = [
@@ -92,6 +92,26 @@ def test_presets_find_the_modules_themselves() -> None:
     assert len(PRESETS["norms"](llama)) == 7
     assert PRESETS["first"](llama) == ["model.layers.0"]
     assert PRESETS["last"](llama) == ["model.layers.2"]
+
+
+class _Unnamed(nn.Module):
+    """A block whose feed-forward part no name tells, beside rows of linear layers that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
+        self.narrow = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
+        self.head = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.mixed = nn.Sequential(nn.Linear(8, 32), nn.Conv1d(32, 32, 1), nn.Linear(32, 8))
+
+
+def test_a_feed_forward_part_is_found_by_its_shape() -> None:
+    assert PRESETS["ffn"](nn.Sequential(_Unnamed(), _Unnamed())) == ["0.m", "1.m"]
+
+
+def test_an_error_lists_the_presets_that_match() -> None:
+    text = explain_unmatched(_Unnamed(), ["attention"], what="include_patterns")
+    assert "presets that match are ffn, norms, layers, first, last)" in text
 
 
 def test_include_and_exclude_by_kind() -> None:

@@ -63,12 +63,18 @@ def _is_attention(path: str, module: nn.Module) -> bool:
 
 
 def _feed_forward(model: nn.Module) -> list[str]:
-    return _outermost(
-        p
-        for p, m in _below(model)
-        if (_FEED_FORWARD.match(p.rpartition(".")[2]) or _FEED_FORWARD.match(type(m).__name__))
-        and not isinstance(m, nn.ModuleList)
-    )
+    return _outermost(p for p, m in _below(model) if _is_feed_forward(p, m) and not isinstance(m, nn.ModuleList))
+
+
+def _is_feed_forward(path: str, module: nn.Module) -> bool:
+    """Whether its name or its class's says so, or it is linear layers in a row, wider inside than at both ends."""
+    if _FEED_FORWARD.match(path.rpartition(".")[2]) or _FEED_FORWARD.match(type(module).__name__):
+        return True
+    if not isinstance(module, nn.Sequential):
+        return False
+    parts = [m for m in module if _size(m) and not _NORM.search(type(m).__name__)]
+    linear = [m for m in parts if isinstance(m, nn.Linear)]
+    return len(linear) == len(parts) > 1 and linear[-1].out_features == linear[0].in_features < linear[0].out_features
 
 
 def _norms(model: nn.Module) -> list[str]:
@@ -126,9 +132,10 @@ def match(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str], list[st
 def explain_unmatched(model: nn.Module, patterns: Sequence[str], *, what: str) -> str:
     """Returns the sentence for patterns that match nothing."""
     examples = ", ".join(partition(model)[:4]) or "none"
+    presets = ", ".join(name for name, find in PRESETS.items() if find(model)) or "none"
     return (
         f"{what}: {', '.join(map(repr, patterns))} match{'es' if len(patterns) == 1 else ''} no module of "
-        f"{type(model).__name__} (it has for instance {examples}; presets are {', '.join(PRESETS)})"
+        f"{type(model).__name__} (it has for instance {examples}; presets that match are {presets})"
     )
 
 
