@@ -200,6 +200,17 @@ def test_a_backward_that_fails_without_a_plan_is_said_to() -> None:
     assert str(torchs.value).split(", which")[0] in str(caught.value) and ".." not in str(caught.value)
 
 
+def test_a_step_that_calls_backward_is_told_so() -> None:
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).sum()
+        loss.backward()
+        return loss
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    with pytest.raises(StepError, match="leaves backward to recoup; was it called in the step"):
+        capture(StepSpec(model=model, batch=x, objective=Objective(step=step)))
+
+
 def test_a_failing_step_is_not_searched_for_in_the_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
