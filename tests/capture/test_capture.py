@@ -207,7 +207,7 @@ def test_a_step_that_calls_backward_is_told_so() -> None:
         return loss
 
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
-    with pytest.raises(StepError, match="leaves backward to recoup; was it called in the step"):
+    with pytest.raises(StepError, match="recoup calls backward: does the step call it too"):
         capture(StepSpec(model=model, batch=x, objective=Objective(step=step)))
 
 

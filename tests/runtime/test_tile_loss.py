@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,7 +45,10 @@ def plain(hidden: Any, weight: Any, labels: Any, *, bias: Any = None, **options:
     rows = rows + options["z_loss"] * flat.logsumexp(1).square() * counts
     if reduction == "none":
         return rows.view(labels.shape)
-    return rows.sum() / counts.sum() if reduction == "mean" else rows.sum()
+    if reduction == "sum":
+        return rows.sum()
+    mean = rows.sum() / counts.sum().clamp(min=1)
+    return mean.masked_fill(~counts.any(), torch.nan)  # of none it is NaN, and has no gradient: so it is in torch
 
 
 def problem(seed: int, shape: tuple[int, ...], hidden_size: int, classes: int, dtype: torch.dtype) -> list[Any]:
@@ -195,6 +199,42 @@ def test_backward_twice_and_accumulation() -> None:
     for _ in range(2):
         recoup.tiled_cross_entropy(hidden, weight, labels, tile_tokens=6).backward()
     torch.testing.assert_close(weight.grad, 2 * first / 3)
+
+
+_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cross entropy": lambda h, w: recoup.tiled_cross_entropy(h, w, torch.zeros(len(h)).long()),
+    "each token": lambda h, w: recoup.tiled_cross_entropy(h, w, torch.zeros(len(h)).long(), reduction="none"),
+    "soft targets": lambda h, w: recoup.tiled_soft_cross_entropy(h, w, torch.full((len(h), len(w)), 1 / len(w))),
+    "divergence": lambda h, w: recoup.tiled_kl(h, w, torch.zeros(len(h), len(w)), reduction="mean"),
+}
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("loss", _LOSSES.values(), ids=_LOSSES)
+def test_an_evaluation_takes_no_gradients(loss: Any, without: Any) -> None:
+    hidden, weight = torch.randn(16, 64), torch.randn(2000, 64)
+
+    def evaluate() -> torch.Tensor:
+        with without():
+            return loss(hidden, weight)
+
+    expected = loss(hidden, weight)
+    detached = measure_peak(evaluate, device=torch.device("cpu"), held_bytes=0)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    assert torch.equal(evaluate(), expected)
+    assert measure_peak(evaluate, device=torch.device("cpu"), held_bytes=0) <= detached
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_labels_that_are_all_ignored_give_no_gradient(dtype: torch.dtype) -> None:
+    hidden = torch.randn(4, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 8, dtype=dtype, requires_grad=True)
+    loss = recoup.tiled_cross_entropy(hidden, weight, torch.full((4,), -100), tile_tokens=3)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad is not None and weight.grad is not None
+    assert not hidden.grad.any() and not weight.grad.any()
 
 
 def test_second_derivative_raises() -> None:

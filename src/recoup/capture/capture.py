@@ -106,11 +106,10 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
                 "while it was watched. Please report the model."
             ) from error.__cause__
         if error.reason.startswith("backward"):  # a watched one has autograd's checks in recoup's words
-            has_run = "a second time" in str(plain)
-            advice = " A step returns its loss and leaves backward to recoup; was it called in the step?" if has_run else ""
+            called = " A step returns its loss, and recoup calls backward: does the step call it too?"
             raise StepError(
-                f"The backward of {type(spec.model).__name__} fails on this batch without a plan too.{advice} Torch says: "
-                f"{' '.join(str(plain).split())}"
+                f"The backward of {type(spec.model).__name__} fails on this batch without a plan too."
+                f"{called if 'a second time' in str(plain) else ''} Torch says: {' '.join(str(plain).split())}"
             ) from plain
         raise
 

@@ -10,6 +10,7 @@ Sums over tiles are taken in float32 where the weight is of lower precision.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,9 @@ def tiled_loss(
         more: (rows, weight) of products that are added to the head's: of a low-rank adapter, (N, R) and (V, R).
     """
     flat = [*others, *(tensor for pair in more for tensor in pair)]
+    if not torch.is_grad_enabled():  # a Function is asked for gradients all the same
+        hidden_NH, weight_VH, flat = hidden_NH.detach(), weight_VH.detach(), [tensor.detach() for tensor in flat]
+        bias_V = None if bias_V is None else bias_V.detach()
     with torch.autocast(hidden_NH.device.type, enabled=False):
         if spec.reduction != "none" and hidden_NH.dtype != torch.float16:
             return _ForwardGradient.apply(hidden_NH, weight_VH, bias_V, spec, len(others), *flat)  # type: ignore[no-any-return, no-untyped-call]
@@ -49,8 +53,11 @@ def tiled_loss(
         rows_N = _Recomputed.apply(hidden_NH, weight_VH, bias_V, each, len(others), *flat)  # type: ignore[no-untyped-call]
         if spec.reduction == "none":
             return rows_N  # type: ignore[no-any-return, no-untyped-call]
-        total = rows_N.sum()
-        return total / spec.counts(others).sum() if spec.reduction == "mean" else total  # type: ignore[no-any-return, no-untyped-call]
+        total: torch.Tensor = rows_N.sum()
+        if spec.reduction == "sum":
+            return total
+        num = spec.counts(others).sum()
+        return (total / num.clamp(min=1)).masked_fill(num == 0, math.nan)  # whose gradients are zeros, as in torch
 
 
 class _Gradients:
@@ -147,7 +154,7 @@ class _ForwardGradient(torch.autograd.Function):
         dtype = _loss_dtype(hidden.dtype, spec.steps)
         scale = torch.ones((), dtype=dtype, device=hidden.device)
         if spec.reduction == "mean":
-            scale = scale / spec.counts(others).sum()
+            scale = scale / spec.counts(others).sum().clamp(min=1)  # where nothing counts, gradients are zeros
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for start, _, tile in _tiles(hidden, weight, bias, others, spec, more, needs_gradient=needs_gradient):
             total = total + tile.rows().sum()
