@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import recoup
@@ -233,6 +234,39 @@ def test_state_is_refused_and_left_alone(how: str, why: str) -> None:
         recoup.tiled(module, torch.randn(1, 8, H), num_tiles=2)
     assert module.calls == 0 and module.log == ["made"] and module.total.item() == 0
     assert not module._forward_hooks
+
+
+class _Changes(nn.Module):
+    """Position-wise as it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        self.centers, self.sizes, self.function = False, [1, 2], F.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.act(self.up(self.function(x))))
+        return y - y.mean(0, keepdim=True) if self.centers or self.sizes == [2] else y
+
+
+_CHANGES: dict[str, tuple[str, Any]] = {
+    "a flag": ("centers", True),
+    "a list": ("sizes", [2]),
+    "a function": ("function", lambda x: x.cumsum(0)),
+    "a module": ("act", nn.Softmax(0)),
+    "a module that draws": ("act", nn.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+def test_what_was_replaced_is_proved_again(change: tuple[str, Any]) -> None:
+    module, x = _Changes(), torch.randn(6, 8)
+    first = recoup.tiled(module, x, num_tiles=2)
+    setattr(module, *change)
+    with pytest.raises(UsageError, match="cannot be run over tiles of positions"):
+        recoup.tiled(module, x, num_tiles=2)
+    setattr(module, change[0], getattr(_Changes(), change[0]))
+    assert torch.equal(recoup.tiled(module, x, num_tiles=2), first)
 
 
 def test_bad_input() -> None:

@@ -1,13 +1,14 @@
 """Position-wise modules over tiles, in people's own loops and for plans: proved first, then run.
 
 The proof (`position_wise.py`) runs the forward under fake tensors, on the whole call and on one tile of it, which must
-run the same ops. For a module it is made once for each shape and mode; then a first real tile is compared with what
-half of it gives alone.
+run the same ops. For a module it is made once for each shape, mode and state of its plain attributes; then a first real
+tile is compared with what half of it gives alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,10 +23,14 @@ from recoup.runtime import execution_context
 from recoup.runtime.recompute.module_state import walk
 from recoup.runtime.tile.module.position_wise import Proof, prove
 from recoup.runtime.tile.module.rows import Tiling, run_tiles, tensors_of
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
 _WHERE = "(recoup.runtime.tile.module.tiled)"
 _SKIPPED = frozenset({"forward"})
 _CONTAINERS = (list, dict, set)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | _SKIPPED
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, *_FUNCTIONS)
 
 
 def tiled(
@@ -47,7 +52,7 @@ def tiled(
     Args:
         function: a module or function that treats each position by itself and returns one tensor, a row a position.
             This is proved on fake tensors before anything runs (some ten milliseconds): for a function at each call,
-            for a module once for each shape and mode.
+            for a module once for each shape and mode, and again after an attribute or a module in it was replaced.
         num_tiles: number of tiles; give this or `tile_tokens`.
         tile_tokens: positions of a tile; give this or `num_tiles`.
 
@@ -204,6 +209,8 @@ class Proofs:
             names = self._prove(path, module, tiling, parameters)
             if not is_fake:
                 _compare(tiling)
+            if len(self._leaves) == MOST_REMEMBERED_ANSWERS:
+                self._leaves.clear()
             self._leaves[key] = names
         return run_tiles(tiling, [parameters[name] for name in names])
 
@@ -224,13 +231,31 @@ class Proofs:
 
 
 def _mode_of(tiling: Tiling, module: nn.Module, parameters: dict[str, nn.Parameter]) -> Any:
-    """Returns the key of a proof: shapes, flags, plain arguments, which tensors need gradients, autocast."""
+    """Returns the key of a proof: shapes, what its modules are, plain arguments, what needs gradients, autocast."""
     tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tiling.tensors)
     device = tiling.tensors[0].device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    flags = tuple(child.training for _, child in walk(module))
     plain = repr(map_tensors(lambda t: None, (tiling.args, tiling.kwargs)))
-    return tensors, tiling.tile_rows, flags, plain, tuple(p.requires_grad for p in parameters.values()), autocast
+    trained = tuple((name, p.requires_grad) for name, p in parameters.items())
+    return tensors, tiling.tile_rows, tuple(_facts_of(module)), plain, trained, autocast
+
+
+def _facts_of(module: nn.Module) -> Iterator[Any]:
+    """Yields what a forward may branch on: classes, modes and plain attributes of a module and of those in it."""
+    for _, child in walk(module):
+        yield type(child)
+        yield child.training
+        for name, value in child.__dict__.items():
+            if name not in _OF_EVERY_MODULE:
+                yield name
+                yield value if isinstance(value, _PLAIN) else repr(value) if _is_plain(value) else type(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds nothing but plain values."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
 
 
 def _compare(tiling: Tiling) -> None:
