@@ -687,3 +687,16 @@ def test_nothing_is_rederived_from_a_weight_that_the_forward_writes() -> None:
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_inside_of_compiled_code_it_does_nothing() -> None:
+    x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with recoup.rederive():
+            return F.gelu(F.linear(x, weight)).square().mean()
+
+    expected = torch.autograd.grad(loss(x, weight), (x, weight))
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    for mine, theirs in zip(torch.autograd.grad(compiled(x, weight), (x, weight)), expected, strict=True):
+        assert torch.equal(mine, theirs)

@@ -269,6 +269,12 @@ def test_what_was_replaced_is_proved_again(change: tuple[str, Any]) -> None:
     assert torch.equal(recoup.tiled(module, x, num_tiles=2), first)
 
 
+def test_a_compiler_runs_the_whole() -> None:
+    module, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.randn(6, 8)
+    compiled = torch.compile(lambda x: recoup.tiled(module, x, num_tiles=2), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), module(x))
+
+
 def test_bad_input() -> None:
     x = torch.randn(1, 8, H)
     for keywords in ({}, {"num_tiles": 2, "tile_tokens": 4}, {"num_tiles": 0}, {"tile_tokens": 2.5}):

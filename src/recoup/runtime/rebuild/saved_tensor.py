@@ -177,7 +177,7 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
     """Keeps less for backward, in everything that runs inside: forward and loss of a training step.
 
     Needs no plan and no sample batch. Gradients are bit for bit those of plain training. Backward may run inside or
-    outside. Under `no_grad` it costs next to nothing.
+    outside. Under `no_grad` it costs next to nothing; inside of compiled code it does nothing.
 
     Args:
         by_default: False only records and keeps, for an applied plan whose decisions turn it on further in.
@@ -191,10 +191,11 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
         ...     loss = model(x).mean()
         >>> loss.backward()
     """
-    if _torch.inside_transform():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
+    if torch.compiler.is_compiling():  # the compiler decides what to save
         yield
         return
-    if not torch.is_grad_enabled():
+    # torch.func refuses saved-tensor hooks; it runs as plain autograd.
+    if _torch.inside_transform() or not torch.is_grad_enabled():
         yield
         return
     with Recorder() as recorder, _torch.saved_tensors_hooks(pack, unpack):

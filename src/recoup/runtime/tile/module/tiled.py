@@ -65,6 +65,9 @@ def tiled(
         >>> recoup.tiled(layer, x, num_tiles=4).shape
         torch.Size([8, 128, 256])
     """
+    if torch.compiler.is_compiling():  # runs whole: what a compiler fuses needs no tiles
+        whole: torch.Tensor = function(*args, **kwargs)
+        return whole
     if (num_tiles is None) == (tile_tokens is None):
         raise UsageError(f"Give one of num_tiles and tile_tokens; got {num_tiles} and {tile_tokens}. {_WHERE}")
     given = num_tiles if num_tiles is not None else tile_tokens
