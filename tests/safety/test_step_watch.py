@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import pickle
@@ -117,6 +118,55 @@ def test_the_likely_cause_is_said(kind: str) -> None:
     fitted.applied.watch(_tight(fitted))
     messages = _warned(lambda: run(model))
     assert len(messages) == 1 and words in messages[0], messages
+
+
+_collected: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("collected", default=None)
+
+
+class _Collecting(Net):
+    """Returns what its blocks made beside its output, gathered as transformers gathers hidden states."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden: list[torch.Tensor] = []
+        token = _collected.set(hidden)
+        try:
+            for block in self.blocks:
+                x = block(x)
+                hidden.append(x)
+        finally:
+            _collected.reset(token)
+        return self.head(x), hidden
+
+
+@pytest.mark.parametrize("actions", [("recompute",), None])
+def test_outputs_that_are_there_as_planned_are_no_cause(actions: tuple[str, ...] | None) -> None:
+    torch.manual_seed(0)
+    model = _Collecting()
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        return _loss(output[0], batch)
+
+    fitted = recoup.fit(model, _batch(), budget="min", loss=loss, timed=False, actions=actions)
+
+    def step() -> None:
+        loss(model(_batch()), None).backward()
+        model.zero_grad()
+
+    assert not _warned(lambda: [step() for _ in range(3)])  # type: ignore[arg-type, return-value]
+    assert fitted.plan.decisions
+
+
+def test_a_plan_of_no_decisions_is_watched() -> None:
+    model, longer = Net(), _batch(4 * ROWS)
+    plan = dataclasses.replace(recoup.plan(model, _batch(), budget="100%", loss=_loss), decisions=())
+    applied = recoup.apply(model, plan)
+    assert repr(applied).startswith("<Applied: in place")
+    assert not _warned(lambda: _step(model, _batch()))
+    assert len(_warned(lambda: _step(model, longer))) == 1
+    applied = recoup.apply(model, plan)
+    applied.remove()
+    assert not _warned(lambda: _step(model, longer))
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ class Prediction:
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it, and what
             an earlier step left for it (a mask) and it saves.
+        held_bytes: made in the model's forward, there when backward begins though autograd does not keep it.
         batch_bytes: of the batch in the step that was planned, 0 if its model was called with something else.
         optimizer_bytes: of the optimizer's state there.
         gradient_bytes: of gradients that are there when forward begins (accumulation).
@@ -74,6 +75,7 @@ class Prediction:
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
     forward_saved_bytes: int = 0
+    held_bytes: int = 0
     batch_bytes: int = 0
     optimizer_bytes: int = 0
     gradient_bytes: int = 0

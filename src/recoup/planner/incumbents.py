@@ -24,6 +24,7 @@ class Candidate:
         card_excess_bytes: of its peak, what the blocks of a card's allocator take beyond what lies in them.
         host_seconds: of its seconds, those that its ops do not take on the device.
         flops: of the whole step, what runs again included. product_flops: those of products, convolutions, attention.
+        held_bytes: made in the model's forward, there when backward begins though autograd does not keep it.
         phase: where the peak is.
         tensors: the largest alive there, as (what, bytes).
         offloaded_bytes: moved to the host in one step.
@@ -45,6 +46,7 @@ class Candidate:
     num_collectives: int = 0
     num_scan_evaluations: int = 0
     product_flops: int = 0
+    held_bytes: int = 0
     card_excess_bytes: int = 0
     host_seconds: float = 0.0
 

@@ -40,6 +40,7 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: CardSize | N
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
         forward_saved_bytes=candidate.forward_saved_bytes,
+        held_bytes=candidate.held_bytes,
         batch_bytes=_model_input_bytes(simulator),
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
         gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),

@@ -212,6 +212,7 @@ class Simulator:
         in_forward = (s for s in trace.storages if s.saved_ops and min(s.saved_ops) < model_end)
         of_model = (s for s in in_forward if s.alloc_op < begin <= s.free_op)
         saved = [s for s in of_model if s.alloc_op >= 0 or s.category in ("saved", "outside")]
+        beside = (s for s in trace.storages if not s.saved_ops and 0 <= s.alloc_op < model_end and begin <= s.free_op)
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,
@@ -222,6 +223,7 @@ class Simulator:
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(s.nbytes for s in held),
             forward_saved_bytes=sum(s.nbytes for s in saved),
+            held_bytes=sum(s.nbytes for s in beside),
             phase=phase,
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),

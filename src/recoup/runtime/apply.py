@@ -42,6 +42,7 @@ class Applied:
 
     def __init__(self, model: nn.Module, patches: list[Patched], state: StepState | HeldState) -> None:
         self._patches = patches
+        self._is_in_place = True  # also a plan of no decisions, whose steps are watched all the same
         self._state = state
         self.model = model
         self._watch: StepWatch | None = None
@@ -61,7 +62,8 @@ class Applied:
         Replaces an earlier watch.
         """
         self._stop_watching()
-        if self._patches:
+        if self._is_in_place:
+            _remove_watches(self.model)
             card = plan.predicted
             self._room = CardRoom(self.model, card.room_bytes, card.card_bytes)  # before the watch, which reads peaks
             self._watch = StepWatch(self.model, plan)
@@ -75,12 +77,13 @@ class Applied:
             self._room = None
 
     def __repr__(self) -> str:
-        state = f"in place on {len(self._patches)} forwards of" if self._patches else "removed from"
+        state = f"in place on {len(self._patches)} forwards of" if self._is_in_place else "removed from"
         return f"<Applied: {state} {type(self.model).__name__}>"
 
     def remove(self) -> None:
         """Restores every forward that was changed; may be called twice."""
         self._stop_watching()
+        self._is_in_place = False
         is_on = bool(self._patches)
         if is_on:
             _remove_watches(self.model)

@@ -285,9 +285,9 @@ class StepWatch:
                 f"{format_bytes(accumulated)} of gradients are there when forward begins (`accumulate=`, or "
                 "zero_grad after the forward)",
             )
-        outputs = [t for ref in self._outputs if (t := ref()) is not None]
-        held_bytes = sum(t.untyped_storage().nbytes() for t in outputs)
-        if held_bytes and planned.phase != "forward":
+        outputs = [t for ref in self._outputs if (t := ref()) is not None and not self._counter.has(t)]
+        held_bytes = sum(t.untyped_storage().nbytes() for t in outputs) - planned.held_bytes
+        if held_bytes > 0 and planned.phase != "forward":
             yield (
                 held_bytes,
                 f"{format_bytes(held_bytes)} of outputs are held during backward (the logits): let go of them first",
