@@ -281,3 +281,15 @@ def test_bad_options_are_refused(change: dict[str, Any], says: str) -> None:
         recoup.tiled_cross_entropy(hidden, weight, labels, **change)
     with pytest.raises(UsageError, match="one entry a token"):
         recoup.tiled_cross_entropy(hidden, weight, labels[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("ignore_index", [-100, 1 << 20])
+def test_labels_of_any_integer_dtype_are_shifted_alike(dtype: torch.dtype, ignore_index: int) -> None:
+    hidden, weight, _, labels = problem(5, (2, 4), 8, 50, torch.float64)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "shift": True}
+    for loss in (recoup.tiled_cross_entropy, recoup.tiled_log_probs):
+        assert torch.equal(
+            loss(hidden, weight, labels.to(dtype), **options),
+            loss(hidden, weight, labels, **options),
+        )

@@ -68,6 +68,7 @@ def tiled_cross_entropy(
     check(reduction in ("mean", "sum", "none"), where, f"reduction must be mean, sum or none; got {reduction!r}")
     check(0.0 <= label_smoothing <= 1.0, where, f"label_smoothing must be in [0, 1]; got {label_smoothing}")
     ready = head_input(where, hidden, weight, **head)
+    labels = labels.to(torch.int64)  # `ignore_index` may be none of the labels' own dtype
     if shift:
         check(labels.dim() >= 1, where, "shift needs labels with a dimension of tokens")
         labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -79,6 +80,5 @@ def tiled_cross_entropy(
         reduction=reduction,
         tile_tokens=ready.tile_tokens,
     )
-    target = labels.reshape(-1).to(torch.int64)
-    loss = tiled_loss(ready.hidden, ready.weight, ready.bias, [target], spec)
+    loss = tiled_loss(ready.hidden, ready.weight, ready.bias, [labels.reshape(-1)], spec)
     return loss.view(labels.shape) if reduction == "none" else loss

@@ -58,7 +58,7 @@ def tiled_log_probs(
     several = labels.dim() == hidden.dim()
     labels = _labels(where, hidden, labels, ignore_index, shift)
     ready = head_input(where, hidden, weight, **head)
-    flat = labels.reshape(len(ready.hidden), labels.shape[-1] if several else 1).to(torch.int64)
+    flat = labels.reshape(len(ready.hidden), labels.shape[-1] if several else 1)
     kept = flat != ignore_index
     rows = _run(ready, chosen, kept.any(1), [flat.masked_fill(~kept, 0)], num_columns=flat.shape[1])
     return rows.masked_fill(~kept, 0).view(labels.shape)
@@ -95,7 +95,7 @@ def tiled_log_probs_and_entropy(
     check(labels.dim() == hidden.dim() - 1, where, f"labels must have one entry a token; got {list(labels.shape)}")
     labels = _labels(where, hidden, labels, ignore_index, shift)
     ready = head_input(where, hidden, weight, **head)
-    flat = labels.reshape(-1, 1).to(torch.int64)
+    flat = labels.reshape(-1, 1)
     counts = flat[:, 0] != ignore_index
     rows = _run(ready, _chosen_and_entropy, counts, [flat.masked_fill(~counts[:, None], 0)], num_columns=2)
     return rows[:, 0].view(labels.shape), rows[:, 1].view(labels.shape)
@@ -340,6 +340,7 @@ def _labels(where: str, hidden: torch.Tensor, labels: torch.Tensor, ignore: int,
         where,
         f"labels {list(labels.shape)} must have one entry, or K, a token of hidden {list(hidden.shape)}",
     )
+    labels = labels.to(torch.int64)  # `ignore` may be none of their own dtype
     if not shift:
         return labels
     check(len(tokens) >= 1, where, "shift needs a dimension of tokens")
