@@ -87,6 +87,9 @@ def test_what_cannot_be_a_length_is_refused() -> None:
     for words, options in (
         ("multiple_of must be", {"multiple_of": 0}),
         ("lengths must be", {"lengths": [128, 1.5]}),
+        (r"a list.*got 128\. Write \[128", {"lengths": 128}),
+        ("names no length", {"lengths": []}),
+        ("lengths must be", {"lengths": "128"}),
         ("below the shortest", {"limit": 64}),
         ("bytes.*'60%'", {"budget": "60%"}),
         ("bytes.*'min'", {"budget": "min"}),

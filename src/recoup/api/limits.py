@@ -154,7 +154,7 @@ def max_tokens(
         limit: the most tokens tried.
 
     Raises:
-        UsageError: for a budget that is no number of bytes, or lengths below 1.
+        UsageError: for a budget that is no number of bytes, lengths below 1, or none of them in a list of lengths.
         InfeasibleBudget: if one example of `multiple_of` tokens, or of one of the `lengths`, does not fit.
 
     Example:
@@ -164,9 +164,10 @@ def max_tokens(
         >>> recoup.max_tokens(model, make_batch, budget="32MiB", device="a100-80gb", limit=512).most_tokens
         512
     """
-    for name, value in (("multiple_of", multiple_of), ("limit", limit), *(("lengths", n) for n in lengths or ())):
+    named = _named(lengths)
+    for name, value in (("multiple_of", multiple_of), ("limit", limit), *(("lengths", n) for n in named)):
         check_count(name, value)
-    if limit < max(multiple_of, *(lengths or (1,))):
+    if limit < max((multiple_of, *named)):
         raise UsageError(f"limit {limit} is below the shortest length to be tried.")
     search = _Search(
         model,
@@ -186,12 +187,31 @@ def max_tokens(
     def of_length(tokens: int) -> Callable[[int], Any]:
         return lambda examples: make_batch(examples, tokens)
 
-    wanted = list(lengths) if lengths is not None else [longest, *_shorter(longest, multiple_of)]
     batches = []
-    for length in sorted(set(wanted), reverse=True):
+    for length in sorted(set(named or (longest, *_shorter(longest, multiple_of))), reverse=True):
         guess = max(longest // length, 1)
         batches.append((length, search.largest(of_length(length), limit=limit // length, first=guess)))
     return TokenLimits(longest_tokens=longest, multiple_of=multiple_of, limit_tokens=limit, batches=tuple(batches))
+
+
+def _named(lengths: Any) -> tuple[int, ...]:
+    """Returns the lengths that were named, which may be other than numbers; none if they were left out.
+
+    Raises:
+        UsageError: if they are no list, or an empty one.
+    """
+    if lengths is None:
+        return ()
+    try:
+        named = tuple(lengths)
+    except TypeError:
+        raise UsageError(f"lengths must be a list of whole numbers; got {lengths!r}. Write [128, 512].") from None
+    if not named:
+        raise UsageError(
+            f"lengths names no length; got {lengths!r}. Name one, [128], or leave it out: then the longest and shorter "
+            "ones are tried."
+        )
+    return named
 
 
 def _shorter(longest: int, multiple_of: int) -> list[int]:
