@@ -107,6 +107,7 @@ def source(tmp_path: Path) -> str:
         ("{source}:ready", ["--budget", "60%"], "is a Linear, not a function"),
         ("{source}", ["--budget", "60"], "bytes or per cent"),
         ("{source}", ["--budget", "0.6"], "Write '60%'"),
+        ("{source}", ["--budget", "1_000_000"], "Write '1_000_000B', or"),
         ("{source}", ["--budget", "0%"], "positive"),
         ("{source}", ["--budget=-1GiB"], "-1GiB"),
         ("{source}", ["--budget", "60%", "--batch", "4"], "no parameter 'batch'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
 import xml.etree.ElementTree
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import recoup
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
-from recoup.units import format_bytes
+from recoup.units import check_budget, format_bytes, parse_percent
 
 _CRITERION = nn.CrossEntropyLoss()
 _COST = RooflineCost(get_device("cpu-generic"))
@@ -164,6 +165,23 @@ def test_the_smallest_budget_has_a_name_and_a_bare_number_is_asked_about(made: A
     with pytest.raises(recoup.UsageError, match="no_grad"), torch.no_grad():
         _plan(model, x)
     assert any("eval mode" in note for note in _plan(model.eval(), x).notes)
+
+
+@pytest.mark.parametrize("text", ["60", "6_0", " 99.5", "0.6", "0.0625", "101", "1_000_000"])
+def test_what_a_bare_number_is_answered_with_can_be_written(text: str) -> None:
+    with pytest.raises(recoup.UsageError, match="bytes") as caught:
+        check_budget(text)
+    written = re.findall("'([^']*)'", str(caught.value))[1:]
+    assert len(written) >= 2 and not any("e+" in one or one[:1] == " " for one in written)
+    for one in written:
+        check_budget(one)
+        assert not one.endswith("%") or parse_percent(one) <= 100
+
+
+@pytest.mark.parametrize("text", ["1__0GiB", "1_GiB", "_1GiB", "9" * 400, "9" * 308 + "GiB"])
+def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(recoup.UsageError, match="'8GiB', '750MiB'"):
+        check_budget(text)
 
 
 def test_values_show_themselves_in_a_notebook(made: Any) -> None:

@@ -27,7 +27,7 @@ _SUFFIX_BYTES = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_BYTES = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*)\s*([a-z]*)\s*$", re.IGNORECASE)
+_BYTES = re.compile(r"^\s*([0-9]+(?:_[0-9]+)*\.?[0-9]*)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
@@ -53,15 +53,27 @@ def parse_bytes(text: str | int, *, takes_share: bool = False) -> int:
                 f"Cannot read {text!r} as a number of bytes. {share}Write a number and a unit: '8GiB', '750MiB', "
                 "'80GB'."
             )
-        number = float(match.group(1).replace("_", ""))
-        value = int(number * _SUFFIX_BYTES[match.group(2).lower()])
+        number = float(match.group(1))
+        size = number * _SUFFIX_BYTES[match.group(2).lower()]
+        if size == float("inf"):
+            raise UsageError(f"{text!r} is more bytes than there are. Write a number and a unit: '8GiB', '750MiB'.")
+        value = int(size)
         if not match.group(2) and 0 < number < MIB:
-            share = f"'{number if number >= 1 else 100 * number:g}%', or " if takes_share else ""
-            asked = "bytes or per cent" if takes_share else "bytes"
-            raise UsageError(f"{text!r}: {asked}? Write {share}a unit: '{text.strip()}GiB'.")
+            raise UsageError(_which_unit(text, number, takes_share=takes_share))
     if value <= 0:
         raise UsageError(f"A number of bytes must be positive; got {text!r}.")
     return value
+
+
+def _which_unit(text: str, number: float, *, takes_share: bool) -> str:
+    """Returns the question that a small number without a unit raises: a share, GiB, or bytes indeed?"""
+    plain = text.strip()
+    if number > 100:  # no share
+        return f"{text!r}: bytes? Write '{plain}B', or a number and another unit: '8GiB', '750MiB'."
+    if not takes_share:
+        return f"{text!r}: bytes? Write a unit: '{plain}GiB'."
+    percent = plain if number >= 1 else f"{100 * number:g}"
+    return f"{text!r}: bytes or per cent? Write '{percent}%', or a unit: '{plain}GiB'."
 
 
 def byte_unit(num_bytes: float) -> tuple[int, str]:
