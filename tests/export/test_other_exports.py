@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+import recoup
 from recoup.errors import UsageError
 from recoup.export.fsdp import export_fsdp
 from recoup.export.left_out import Export
+from recoup.export.plain_torch import export_torch
 from recoup.export.transformers_setting import every_n_layers, export_transformers
 from recoup.ir.decision import Recompute
 from tests.export.test_plain_torch import plan_of
@@ -84,6 +86,19 @@ def test_spans_in_a_policy_are_said() -> None:
     assert "1 regions go over several calls" in export_fsdp(plan_of([("layers.0", "layers.1")])).left_out[0]
     decisions = (Recompute(path="a", buffers=("a.count",)),)
     assert "changes these buffers again: a.count" in export_fsdp(make_plan(decisions=decisions)).left_out[0]
+
+
+def test_statistics_that_a_second_run_counts_again_are_said() -> None:
+    model, batch, loss = make("batch-norm")
+    plan = recoup.plan(model, batch, loss=loss, budget="60%", actions=("recompute",), device="cpu-generic")
+    paths = {path for region in plan.regions for path in region.paths}
+    norms = [name for i in range(4) if {(name := f"layers.{i}.norm"), f"layers.{i}"} & paths]
+    assert norms and {name.rpartition(".")[0] for region in plan.regions for name in region.buffers} == set(norms)
+    assert f"changes these buffers again: {norms[0]}.num_batches_tracked, " in export_fsdp(plan).left_out[-1]
+    layers = tuple(Recompute(path=f"layers.{i}", buffers=(f"layers.{i}.norm.running_mean",)) for i in range(6))
+    said = export_transformers(make_plan(decisions=layers)).left_out
+    assert said[0].endswith("layers.3.norm.running_mean, ...")
+    assert not any("buffers" in sentence for sentence in export_torch(plan).left_out)  # it leaves them alone
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pprint
 
-from recoup.export.left_out import Export, header, left_out, regions_of
+from recoup.export.left_out import Export, changed_again, header, left_out, regions_of
 from recoup.ir.plan import Plan
 
 
@@ -21,9 +21,7 @@ def export_fsdp(plan: Plan) -> Export:
     spans = [d for d in regions if len(d.paths) > 1]
     if spans:
         missing += (f"{len(spans)} regions go over several calls; here each call is one and keeps its own inputs",)
-    buffers = sorted({name for d in regions for name in d.buffers})
-    if buffers:
-        missing += (f"a second run changes these buffers again: {', '.join(buffers[:4])}",)
+    missing += changed_again(plan)
     paths = list(dict.fromkeys(path for d in regions for path in d.paths))
     listed = pprint.pformat(paths, width=110)
     code = f'''{header(plan, what="An FSDP activation-checkpointing policy", sentences=missing)}

@@ -92,6 +92,15 @@ def left_out(plan: Plan) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def changed_again(plan: Plan) -> tuple[str, ...]:
+    """Returns what a target does that runs a region's forward again and does nothing about the region's buffers."""
+    buffers = sorted({name for d in plan.regions for name in d.buffers})
+    if not buffers:
+        return ()
+    more = ", ..." if len(buffers) > 4 else ""
+    return (f"a second run changes these buffers again: {', '.join(buffers[:4])}{more}",)
+
+
 def header(plan: Plan, *, what: str, sentences: tuple[str, ...]) -> str:
     """Returns the docstring of an exported file."""
     from recoup.units import format_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from recoup.errors import UsageError
-from recoup.export.left_out import Export, header, left_out, regions_of
+from recoup.export.left_out import Export, changed_again, header, left_out, regions_of
 from recoup.ir.plan import Plan
 
 _LAYER = re.compile(r"^(?P<stack>.*\.)(?P<number>\d+)$")
@@ -49,7 +49,7 @@ def export_transformers(plan: Plan) -> Export:
     """
     step = every_n_layers(plan)
     paths = [d.path for d in plan.regions]
-    missing = left_out(plan)
+    missing = left_out(plan) + changed_again(plan)
     code = f'''{header(plan, what="transformers' activation checkpointing", sentences=missing)}
 # The same in TrainingArguments (then leave out `apply_plan`):
 #   activation_checkpointing=True,

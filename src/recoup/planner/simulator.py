@@ -30,7 +30,6 @@ from recoup.planner.incumbents import Candidate
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.hooks import HOOKS, Hook
-from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.tile.module.tiled import Proofs
 from recoup.solver.lm_head import loss_rows
 
@@ -53,7 +52,7 @@ class Simulator:
         num_draws: of random numbers that were tried for the largest step.
         num_calls: of each module path.
         takes_loss_in_place: whether plans may have the model's losses in place.
-        mutated_buffers: of each path, those that regions must be told of.
+        mutated_buffers: of each path, those that regions are told of.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class Simulator:
         if not uses_cublas(trace):
             self.fixed_bytes = 0
         self._optimizer = self._optimizer_step()
-        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
-        self.mutated_buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
+        self.mutated_buffers = {c.path: c.mutated_buffers for c in trace.calls}
         self.num_calls: dict[str, int] = {}
         for call in trace.calls:
             self.num_calls[call.path] = max(self.num_calls.get(call.path, 0), call.index + 1)

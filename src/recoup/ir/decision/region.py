@@ -17,7 +17,7 @@ class Region(Decision):
     Attributes:
         inside: what the replay does with the tensors that autograd saves in it.
         buffers: paths of buffers that the first forward was seen to change; the replay runs on copies of what they
-            were. (Those of normalisation layers are found by themselves.)
+            were. (Those of normalisation layers the engine finds by itself as well; exports are told by the plan.)
         keep: ops whose results are kept, so that the replay need not run them: "attention", "matmul:KxN" by the shape
             of the right factor, "convolution:..." by that of the weight.
         offload: whether the inputs that are kept go to the host.
