@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,93 @@ def test_gradients_buffers_and_random_streams_are_those_of_the_plain_step(kind: 
     applied(plan_of(regions), model)
     for seed in (1, 2):  # the second step sees the buffers that the first one left
         assert same(step(model, batch, loss, seed=seed), step(twin, batch, loss, seed=seed))
+
+
+class _Remembering(torch.nn.Module):
+    """Its factor depends on what earlier calls left in attributes of every kind."""
+
+    def __init__(self, seen: list[float]) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.steps, self.past, self.seen, self.by_name, self.last = 0, (), seen, {"scales": [1.0]}, None
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.count = self.count + 1  # another tensor: no storage is written
+        self.past = (*self.past, self.steps)
+        self.seen.append(float(self.count))
+        self.by_name["scales"].append(0.9 * self.by_name["scales"][-1])
+        if self.last is None:
+            self.first_input = x.detach()
+        scale = self.by_name["scales"][-1] * len(self.past) * len(self.seen) / self.steps
+        output = torch.tanh(self.linear(x) * scale + (0 if self.last is None else self.last))
+        self.last = 0.5 * output  # with its graph
+        return torch.sin(output + self.first_input)
+
+    def extra_state(self) -> tuple[Any, ...]:
+        return self.steps, self.past, self.seen, self.by_name, float(self.count), self.last, self.first_input
+
+
+@pytest.mark.parametrize("regions", [[("0",), ("2",)], [("0", "1", "2")]], ids=["alone", "span"])
+def test_attributes_change_once_and_are_as_the_forward_found_them(regions: Regions) -> None:
+    def trained(plan: Plan | None) -> list[Any]:
+        torch.manual_seed(0)
+        seen: list[float] = []
+        model = torch.nn.Sequential(*(_Remembering(seen) for _ in range(3)))
+        if plan is not None:
+            applied(plan, model)
+        x = torch.randn(4, 8)
+        found: list[Any] = []
+        for _ in range(3):
+            model.zero_grad()
+            output = model(x)
+            output.square().mean().backward()
+            found += [p.grad for p in model.parameters()]
+            for block in model:
+                block.last = block.last.detach()  # what a loop that cuts its graph does
+                found += block.extra_state()
+            assert all(block.seen is seen for block in model)
+        return found
+
+    for found, expected in zip(trained(plan_of(regions)), trained(None), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(found, expected)
+        else:
+            assert found == expected
+
+
+def test_an_attribute_that_is_changed_in_place_is_warned_of() -> None:
+    class Counting(torch.nn.Linear):
+        count = torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return torch.tanh(super().forward(x)) * self.count
+
+    model = torch.nn.Sequential(Counting(4, 4))
+    model[0].count = torch.zeros(())
+    applied(plan_of([("0",)]), model)
+    with pytest.warns(UserWarning, match="count was changed in place since the forward"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_what_attributes_hold_does_not_keep_the_graphs_of_earlier_steps() -> None:
+    class Keeping(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = [torch.tanh(super().forward(x))]
+            return torch.sin(self.last[0])
+
+    model = torch.nn.Sequential(Keeping(4, 4))
+    applied(plan_of([("0",)]), model)
+    graphs = []
+    for _ in range(3):
+        model(torch.randn(2, 4))  # no backward: an evaluation that forgot `no_grad`
+        model[0].last[0].grad_fn.metadata["lives"] = lives = torch.nn.Identity()
+        graphs.append(weakref.ref(lives))
+        del lives
+    gc.collect()
+    assert [graph() is not None for graph in graphs] == [False, False, True]
 
 
 def _peak(model: torch.nn.Module, batch: Any) -> int:

@@ -58,7 +58,10 @@ def make_policy(model):
 
 
 def apply_plan(model):
-    """Wraps them. For FSDP1 call it after wrapping with FSDP; for FSDP2 before `fully_shard`."""
+    """Wraps them. For FSDP1 call it after wrapping with FSDP; for FSDP2 before `fully_shard`.
+
+    Attributes that their forwards change (a counter) change again in the second run, which finds them changed.
+    """
     wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=make_policy(model))
 '''
