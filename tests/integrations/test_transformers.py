@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from recoup.errors import ConflictError, UsageError
 from tests.models import make
 
 pytest.importorskip("accelerate")
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BatchEncoding, Trainer, TrainingArguments
 
+from recoup.integrations import sampling
 from recoup.integrations import transformers as integration
 from tests.thorough import cases
 
@@ -185,3 +187,93 @@ def test_accumulation_needs_bytes(tmp_path: Path) -> None:
     model, _, _ = make("llama")
     with pytest.raises(UsageError, match="in bytes"):
         integration.fit(model, _arguments(tmp_path, gradient_accumulation_steps=2), _data(), budget="80%")
+
+
+def _pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
+        for name, fill in fills.items()
+    }
+
+
+def _texts(*lengths: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": [5] * n} for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ({"input_ids": [1] * 9}, {"input_ids": [1] * 10}),
+        (BatchEncoding({"input_ids": [1] * 9}), BatchEncoding({"input_ids": [1] * 10})),
+        ({"features": torch.zeros(8, 3), "labels": [1] * 2}, {"features": torch.zeros(8, 4), "labels": [1]}),
+        ({"pixels": [[0.0] * 3] * 8}, {"pixels": [[0.0] * 5] * 5}),
+        ({"text": "a" * 99, "input_ids": [1]}, {"text": "a", "input_ids": [1] * 2}),
+        ({"kept": [1], "idx": [1] * 99}, {"kept": [1] * 2, "idx": [1]}),
+    ],
+    ids=["dict", "encoding", "features", "nested", "text", "dropped"],
+)
+def test_the_example_with_the_most_elements_is_the_longest(small: Any, large: Any) -> None:
+    columns = [name for name in large if name != "idx"]
+    (taken,) = integration.sample_batch([small, large, small], 1, list, columns=columns)
+    assert taken == {name: large[name] for name in columns}
+
+
+def test_where_the_longest_are_of_one_length_there_is_padding() -> None:
+    batch = integration.sample_batch(_texts(9, 9, 4, 9, 7), 2, _pad)
+    assert batch["attention_mask"].sum(1).tolist() == [9, 7]
+    assert integration.sample_batch(_texts(9, 9, 4), 1, _pad)["attention_mask"].tolist() == [[1] * 9]
+    assert integration.sample_batch(_texts(9, 8, 4), 2, _pad)["attention_mask"].sum(1).tolist() == [9, 8]
+    of_unpadded = integration.sample_batch(_texts(9, 9, 4), 2, lambda rows: [row["input_ids"] for row in rows])
+    assert list(map(len, of_unpadded)) == [9, 9]
+
+
+def test_truncated_texts_stay_in_the_budget(tmp_path: Path) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path)
+    data = _texts(*[64] * 8, *range(20, 36))
+    found = integration.fit(model, args, data, budget="70%", data_collator=_pad)
+    assert found.plan.decisions
+    watching = integration.RecoupCallback(found.plan)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", category=recoup.errors.OtherStepWarning)
+        Trainer(model=model, args=args, train_dataset=data, data_collator=_pad, callbacks=[watching]).train()
+
+
+class _Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_columns_that_the_trainer_drops_are_not_planned(tmp_path: Path, of_trainer: bool) -> None:
+    data = [{"x": [float(i)] * 16, "labels": i % 3, "idx": i, "text": "a"} for i in range(8)]
+    model, args = _Classifier(), _arguments(tmp_path, max_steps=1)
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    if of_trainer:
+        assert integration.fit_trainer(trainer, budget="120%").evidence.ok
+        assert trainer._signature_columns is None
+    else:
+        assert integration.fit(model, args, data, budget="120%").evidence.ok
+    trainer.train()
+
+
+def test_columns_of_a_model_inside_of_adapters_are_its_own(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    trainer = Trainer(model=adapted, args=args, train_dataset=_data())
+    columns = sampling.columns_for(adapted, args)
+    assert columns is not None and set(columns) == set(sampling.columns_of(trainer) or ())
+    args.remove_unused_columns = False
+    assert sampling.columns_for(adapted, args) is None
+    assert sampling.columns_of(trainer) is None

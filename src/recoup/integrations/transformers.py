@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
@@ -30,6 +29,7 @@ from recoup.errors import ConflictError, UsageError
 from recoup.integrations.distributed import check_same_plan, unwrap
 from recoup.integrations.meter import StepMeter
 from recoup.integrations.precision import autocast_forward
+from recoup.integrations.sampling import columns_for, columns_of, sample_batch, without_adapters
 from recoup.ir.plan import Plan
 from recoup.runtime.apply import find_patches
 from recoup.units import format_bytes, parse_bytes
@@ -40,7 +40,6 @@ _OTHER_CHECKPOINTING = (
     "activation_offloading",
 )  # the last: TRL's
 _ABSENT: Any = object()
-_SAMPLED_EXAMPLES = 1000  # of a data set, for the longest: reading all of it may take hours
 
 
 def fit(
@@ -55,8 +54,10 @@ def fit(
 ) -> api.Fit:
     """Plans for the steps that a `Trainer` with these arguments will run, changes the model in place and verifies it.
 
-    The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision, optimizer,
-    label smoothing and noise on embeddings (NEFTune) are those of `args`. With gradient accumulation the gradients
+    The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated, without the columns
+    that the `Trainer` drops. If they are all of one length, a shorter example takes the place of one, so that there is
+    padding, where the collator pads it to that length. Precision, optimizer, label smoothing and noise on embeddings
+    (NEFTune) are those of `args`. With gradient accumulation the gradients
     exist during forward, so their bytes are subtracted from the budget. A loss of the Trainer's own, also one given as
     `compute_loss_func`, is not in `args`: `fit_trainer` plans it.
 
@@ -82,7 +83,9 @@ def fit(
         target = parse_bytes(budget) - held
         if target <= 0:
             raise UsageError(f"The budget is below the {format_bytes(held)} of gradients that accumulate.")
-    batch = _with_num_items(model, sample_batch(train_dataset, args.per_device_train_batch_size, data_collator))
+    num_examples = args.per_device_train_batch_size
+    batch = sample_batch(train_dataset, num_examples, data_collator, columns=columns_for(model, args))
+    batch = _with_num_items(model, batch)
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     with _trainers_cache(model, args), _trainers_noise(model, args), autocast:
@@ -114,8 +117,8 @@ def fit_trainer(
     Args:
         trainer: a `Trainer` or a subclass.
         batch: the largest inputs that `compute_loss` will get; None: the `per_device_train_batch_size` longest of the
-            first 1000 examples, collated. Required for a trainer that makes its inputs during training (GRPO generates
-            completions).
+            first 1000 examples, collated as by `fit`, without the columns that this trainer drops. Required for a
+            trainer that makes its inputs during training (GRPO generates completions).
         budget: as for `recoup.fit`.
         actions: as for `recoup.fit`.
         timed: as for `recoup.fit`.
@@ -131,7 +134,8 @@ def fit_trainer(
         dataset: Any = trainer.train_dataset
         if dataset is None:
             raise UsageError("The trainer has no train_dataset: give batch=..., the inputs of its compute_loss.")
-        batch = sample_batch(dataset, args.per_device_train_batch_size, trainer.data_collator)
+        num_examples = args.per_device_train_batch_size
+        batch = sample_batch(dataset, num_examples, trainer.data_collator, columns=columns_of(trainer))
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise UsageError(
             f"{type(trainer).__name__}'s collator returns a {type(batch).__name__} without tensors: it makes its "
@@ -200,10 +204,7 @@ def _trainers_step(model: nn.Module, args: TrainingArguments, batch: Any) -> dic
     if not smooths or not isinstance(batch, Mapping) or "labels" not in batch:
         return {"batch": batch}
     smoother = LabelSmoother(epsilon=args.label_smoothing_factor)
-    inner: Any = model
-    if hasattr(model, "peft_config"):
-        inner = inner.base_model.model
-    shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    shifts = type(without_adapters(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def loss(output: Any, targets: Any) -> torch.Tensor:
         labels, count = targets
@@ -261,33 +262,6 @@ def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | 
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 and next(model.parameters()).device.type != "cpu" else None
-
-
-def sample_batch(
-    dataset: Iterable[Any], batch_size: int, data_collator: Callable[[list[Any]], Any] | None = None
-) -> Any:
-    """Returns the collated batch of the longest examples, whose step has the largest peak.
-
-    Args:
-        dataset: the data, of which the first 1000 examples are read.
-        batch_size: examples in the batch.
-        data_collator: collates a list of examples; None: transformers' default one.
-
-    Raises:
-        UsageError: if there are no examples.
-    """
-    examples = list(itertools.islice(iter(dataset), _SAMPLED_EXAMPLES))
-    if not examples:
-        raise UsageError("The training dataset is empty; there is no batch to plan for.")
-    longest = sorted(examples, key=_length, reverse=True)[:batch_size]
-    collate = default_data_collator if data_collator is None else data_collator
-    return collate(longest)
-
-
-def _length(example: Any) -> int:
-    if not isinstance(example, dict):
-        return 0
-    return sum(len(v) for v in example.values() if hasattr(v, "__len__") and not isinstance(v, str))
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
