@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import recoup
+from recoup.capture.snapshot import random_state
 from recoup.errors import ConflictError, UsageError
+from recoup.evidence.gradients import same_random_state
 from tests.models import make
 
 pytest.importorskip("accelerate")
@@ -277,3 +281,35 @@ def test_columns_of_a_model_inside_of_adapters_are_its_own(tmp_path: Path) -> No
     args.remove_unused_columns = False
     assert sampling.columns_for(adapted, args) is None
     assert sampling.columns_of(trainer) is None
+
+
+class _Drawing(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Examples, and a collator of them, that draw from every global stream."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        row = torch.randint(0, 64, (40 + random.randrange(8),))
+        return {"input_ids": row, "labels": row}
+
+    @staticmethod
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        length = 8 + int(numpy.random.randint(8))
+        ids = torch.stack([row["input_ids"][:length] for row in rows])
+        return {"input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.1, 0), "labels": ids}
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_random_streams_stay_where_they_are(tmp_path: Path, of_trainer: bool) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path)
+    trainer = Trainer(model=model, args=args, train_dataset=_Drawing(), data_collator=_Drawing.collate)
+    before = random_state()
+    if of_trainer:
+        integration.fit_trainer(trainer, budget="120%")
+    else:
+        integration.fit(model, args, _Drawing(), budget="120%", data_collator=_Drawing.collate)
+    assert same_random_state(random_state(), before)

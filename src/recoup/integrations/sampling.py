@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.utils.generic import find_labels
 
 from recoup._pytree import iterate_tensors
+from recoup.capture.snapshot import random_state, set_random_state
 from recoup.errors import UsageError
 
 _SAMPLED_EXAMPLES = 1000  # of a data set, for the longest: reading all of it may take hours
@@ -36,6 +37,7 @@ def sample_batch(
     """Returns the collated batch of the longest examples, with padding if it can be: its step has the largest peak.
 
     An example's length is the number of elements in its columns; text has none. Examples are collated twice at most.
+    What the data set and the collator draw from the global random streams is put back, so that training draws it.
 
     Args:
         dataset: the data, of which the first 1000 examples are read.
@@ -46,23 +48,15 @@ def sample_batch(
     Raises:
         UsageError: if there are no examples.
     """
-    examples = [_with_columns(example, columns) for example in itertools.islice(iter(dataset), _SAMPLED_EXAMPLES)]
-    if not examples:
-        raise UsageError("The training dataset is empty; there is no batch to plan for.")
-    collate: Collator = default_data_collator if data_collator is None else data_collator
-    sizes = list(map(_num_elements, examples))
-    order = sorted(range(len(examples)), key=sizes.__getitem__, reverse=True)
-    longest = order[:batch_size]
-    shorter = next((i for i in order if sizes[i] < sizes[longest[0]]), None)
-    batch = collate([examples[i] for i in longest])
-    if shorter is None or shorter in longest:
-        return batch
+    before = random_state()
     try:
-        padded = collate([examples[i] for i in (*longest[:-1], shorter)])
-    except Exception:  # a collator that does not pad: whatever it raises, its batches are of one length
-        return batch
-    shapes = _shapes(batch)
-    return padded if shapes and _shapes(padded) == shapes else batch
+        found = itertools.islice(iter(dataset), _SAMPLED_EXAMPLES)
+        examples = [_with_columns(example, columns) for example in found]
+        if not examples:
+            raise UsageError("The training dataset is empty; there is no batch to plan for.")
+        return _largest_batch(examples, batch_size, default_data_collator if data_collator is None else data_collator)
+    finally:
+        set_random_state(before)
 
 
 def columns_for(model: nn.Module, args: TrainingArguments) -> list[str] | None:
@@ -98,6 +92,22 @@ def _with_columns(example: Any, columns: Collection[str] | None) -> Any:
     if columns is None or not isinstance(example, dict):  # as a Trainer: it leaves other mappings as they are
         return example
     return {name: value for name, value in example.items() if name in columns}
+
+
+def _largest_batch(examples: list[Any], batch_size: int, collate: Collator) -> Any:
+    sizes = list(map(_num_elements, examples))
+    order = sorted(range(len(examples)), key=sizes.__getitem__, reverse=True)
+    longest = order[:batch_size]
+    shorter = next((i for i in order if sizes[i] < sizes[longest[0]]), None)
+    batch = collate([examples[i] for i in longest])
+    if shorter is None or shorter in longest:
+        return batch
+    try:
+        padded = collate([examples[i] for i in (*longest[:-1], shorter)])
+    except Exception:  # a collator that does not pad: whatever it raises, its batches are of one length
+        return batch
+    shapes = _shapes(batch)
+    return padded if shapes and _shapes(padded) == shapes else batch
 
 
 def _num_elements(value: Any) -> int:
