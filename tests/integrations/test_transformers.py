@@ -313,3 +313,42 @@ def test_random_streams_stay_where_they_are(tmp_path: Path, of_trainer: bool) ->
     else:
         integration.fit(model, args, _Drawing(), budget="120%", data_collator=_Drawing.collate)
     assert same_random_state(random_state(), before)
+
+
+_MOMENTUM = {"optim": "rmsprop", "optim_args": "momentum=0.9,centered=True"}
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+@pytest.mark.parametrize("options", [_MOMENTUM, {"optim": "sgd"}, {}], ids=str)
+def test_the_optimizer_is_the_one_that_the_arguments_ask_for(
+    tmp_path: Path, options: dict[str, Any], of_trainer: bool
+) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path, max_steps=1, **options)
+    trainer = Trainer(model=model, args=args, train_dataset=_data())
+    if of_trainer:
+        found = integration.fit_trainer(trainer, budget="120%")
+        assert trainer.optimizer is None
+    else:
+        found = integration.fit(model, args, _data(), budget="120%")
+    trainer.train()
+    optimizer = trainer.create_optimizer()
+    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert found.plan.predicted.optimizer_bytes == sum(t.nbytes for t in held)
+    assert not any("optimizer" in note or "state is estimated" in note for note in found.plan.notes)
+
+
+def test_an_optimizer_that_is_given_to_the_trainer_as_a_class_is_planned(tmp_path: Path) -> None:
+    model, _, _ = make("llama")
+    own = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "params": [{"params": list(model.parameters())}]}
+    trainer = Trainer(model=model, args=_arguments(tmp_path), train_dataset=_data(), optimizer_cls_and_kwargs=own)
+    found = integration.fit_trainer(trainer, budget="120%")
+    assert found.plan.predicted.optimizer_bytes == sum(p.nbytes for p in model.parameters())
+    assert own[1].keys() == {"lr", "momentum", "params"}  # a Trainer takes some out
+
+
+def test_options_that_no_optimizer_takes_are_refused_as_by_the_trainer(tmp_path: Path) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path, optim="sgd", optim_args="nesterov=True")
+    with pytest.raises(ValueError, match="Nesterov momentum requires"):
+        integration.fit(model, args, _data(), budget="120%")

@@ -56,10 +56,10 @@ def fit(
 
     The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated, without the columns
     that the `Trainer` drops. If they are all of one length, a shorter example takes the place of one, so that there is
-    padding, where the collator pads it to that length. Precision, optimizer, label smoothing and noise on embeddings
-    (NEFTune) are those of `args`. With gradient accumulation the gradients
-    exist during forward, so their bytes are subtracted from the budget. A loss of the Trainer's own, also one given as
-    `compute_loss_func`, is not in `args`: `fit_trainer` plans it.
+    padding, where the collator pads it to that length. Precision, optimizer and its options, label smoothing and noise
+    on embeddings (NEFTune) are those of `args`. With gradient accumulation the gradients exist during forward, so their
+    bytes are subtracted from the budget. A loss of the Trainer's own, also one given as `compute_loss_func`, is not in
+    `args`: `fit_trainer` plans it.
 
     Args:
         model: the model, on its device.
@@ -86,7 +86,7 @@ def fit(
     num_examples = args.per_device_train_batch_size
     batch = sample_batch(train_dataset, num_examples, data_collator, columns=columns_for(model, args))
     batch = _with_num_items(model, batch)
-    optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    optimizer = _optimizer(model, args)
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     with _trainers_cache(model, args), _trainers_noise(model, args), autocast:
         step = _trainers_step(model, args, batch)
@@ -150,7 +150,7 @@ def fit_trainer(
             loss: Any = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
         return loss  # type: ignore[no-any-return]
 
-    optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    optimizer = _trainers_optimizer(trainer)
     model.train()
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     accumulates = _attribute(trainer, "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
@@ -161,7 +161,7 @@ def fit_trainer(
             step=step,
             budget=budget,
             accumulate=args.gradient_accumulation_steps,
-            optimizer=trainer.optimizer or optimizer,
+            optimizer=optimizer,
             actions=actions,
             timed=timed,
         )
@@ -192,6 +192,24 @@ def _trainers_noise(model: nn.Module, args: TrainingArguments) -> Iterator[None]
         yield
     finally:
         deactivate_neftune(model, handle)  # type: ignore[no-untyped-call]
+
+
+def _optimizer(model: nn.Module, args: TrainingArguments) -> Any:
+    """Returns the optimizer that a Trainer with these arguments makes, by the Trainer's own code."""
+    trainer = object.__new__(Trainer)  # to initialise it would move the model and set up processes
+    for name, value in {"model": model, "args": args, "optimizer": None, "optimizer_cls_and_kwargs": None}.items():
+        setattr(trainer, name, value)
+    return trainer.create_optimizer()
+
+
+def _trainers_optimizer(trainer: Trainer) -> Any:
+    """Returns the trainer's optimizer, or one as it will make when training begins; the trainer stays without it."""
+    if trainer.optimizer is not None:
+        return trainer.optimizer
+    own = trainer.optimizer_cls_and_kwargs
+    copied = None if own is None else (own[0], dict(own[1]))  # it takes some of them out
+    with _attribute(trainer, "optimizer", None), _attribute(trainer, "optimizer_cls_and_kwargs", copied):
+        return trainer.create_optimizer()
 
 
 def _trainers_step(model: nn.Module, args: TrainingArguments, batch: Any) -> dict[str, Any]:
