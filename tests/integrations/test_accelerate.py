@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.errors import ConflictError
+from recoup.errors import ConflictError, OverBudgetWarning
 from recoup.ir.decision import Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
@@ -113,3 +114,20 @@ def test_the_plugins_checkpointing_is_refused() -> None:
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     with pytest.raises(ConflictError, match="fsdp_activation_checkpointing"):
         integration.fit(accelerator, model, batch, budget="80%")  # type: ignore[arg-type]
+
+
+def test_accumulation_is_planned() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, batch, _ = make("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = integration.fit(accelerator, model, batch, budget="70%", optimizer=optimizer)
+    assert found.plan.decisions
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", category=OverBudgetWarning)
+        for _ in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()

@@ -33,12 +33,14 @@ def fit(
 ) -> api.Fit:
     """Plans in the accelerator's precision, changes the model in place and proves it.
 
+    With `gradient_accumulation_steps` the gradients are there when forward begins, and are planned for.
+
     Args:
         model: before `prepare`, or what `prepare` returned for one process or DDP. An FSDP model is planned before
             `prepare`: afterwards a rank holds only its part.
         optimizer: before `prepare`, or its class.
         batch: a batch on the model's device.
-        accelerator: the one that trains: its precision, plugins and gradient accumulation are planned for.
+        accelerator: the one that trains: its precision, plugins and `gradient_accumulation_steps` are planned for.
         budget: as for `recoup.fit`.
         loss: as for `recoup.fit`.
         timed: as for `recoup.fit`.
@@ -62,6 +64,7 @@ def fit(
     # `native_amp` is off where accelerate runs in full precision whatever was asked for: fp16 on a CPU.
     in_precision = forward_under(core, accelerator.autocast, convert_to_fp32)
     with in_precision if accelerator.native_amp else contextlib.nullcontext():
-        found = api.fit(core, batch, budget=budget, loss=loss, optimizer=optimizer, timed=timed)
+        accumulate = accelerator.gradient_accumulation_steps
+        found = api.fit(core, batch, budget=budget, loss=loss, accumulate=accumulate, optimizer=optimizer, timed=timed)
     check_same_plan(found.plan)
     return found
