@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
+import functools
+import gc
 import pickle
+import threading
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,37 +244,92 @@ def test_state_is_refused_and_left_alone(how: str, why: str) -> None:
     assert not module._forward_hooks
 
 
+class _Mode(enum.Enum):
+    APART, TOGETHER = 0, 1
+
+
 class _Changes(nn.Module):
     """Position-wise as it is made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
-        self.centers, self.sizes, self.function = False, [1, 2], F.relu
+        self.given: Any = None
+        self.function: Callable[[torch.Tensor], torch.Tensor] = F.relu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(self.act(self.up(self.function(x))))
-        return y - y.mean(0, keepdim=True) if self.centers or self.sizes == [2] else y
+        given = self.given
+        while isinstance(given, (list, tuple, collections.deque)):
+            given = given[-1]
+        if isinstance(given, torch.Tensor):
+            given = given.numel() > 1
+        elif isinstance(given, (dict, types.SimpleNamespace)):
+            given = given["mixes"] if isinstance(given, dict) else given.mixes
+        return y - y.mean(0, keepdim=True) if given is _Mode.TOGETHER or given in (True, {True}) else y
 
 
-_CHANGES: dict[str, tuple[str, Any]] = {
-    "a flag": ("centers", True),
-    "a list": ("sizes", [2]),
-    "a function": ("function", lambda x: x.cumsum(0)),
-    "a module": ("act", nn.Softmax(0)),
-    "a module that draws": ("act", nn.Dropout(0.5)),
+def _shifts(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+_CHANGES: dict[str, tuple[str, Any, Any]] = {
+    "a flag": ("given", False, True),
+    "one of NumPy's": ("given", np.bool_(False), np.bool_(True)),
+    "an enum": ("given", _Mode.APART, _Mode.TOGETHER),
+    "a list": ("given", [2, False], [2, True]),
+    "an enum in a tuple": ("given", (_Mode.APART,), (_Mode.TOGETHER,)),
+    "a deque": ("given", collections.deque([False]), collections.deque([True])),
+    "a frozen set": ("given", frozenset([False]), frozenset([True])),
+    "a dictionary with a tensor": ("given", {"t": torch.ones(2), "mixes": False}, {"t": torch.ones(2), "mixes": True}),
+    "a configuration": ("given", types.SimpleNamespace(mixes=False), types.SimpleNamespace(mixes=True)),
+    "a tensor of another shape": ("given", torch.ones(1), torch.ones(2)),
+    "a function": ("function", F.relu, _shifts),
+    "a partial": ("function", functools.partial(torch.clamp, min=0), functools.partial(torch.cumsum, dim=0)),
+    "a module": ("act", nn.GELU(), nn.Softmax(0)),
+    "a module that draws": ("act", nn.GELU(), nn.Dropout(0.5)),
 }
 
 
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
-def test_what_was_replaced_is_proved_again(change: tuple[str, Any]) -> None:
+def test_what_was_replaced_is_proved_again(change: tuple[str, Any, Any]) -> None:
+    name, before, after = change
     module, x = _Changes(), torch.randn(6, 8)
+    setattr(module, name, before)
     first = recoup.tiled(module, x, num_tiles=2)
-    setattr(module, *change)
+    setattr(module, name, after)
     with pytest.raises(UsageError, match="cannot be run over tiles of positions"):
         recoup.tiled(module, x, num_tiles=2)
-    setattr(module, change[0], getattr(_Changes(), change[0]))
+    setattr(module, name, before)
     assert torch.equal(recoup.tiled(module, x, num_tiles=2), first)
+
+
+class _Number(int):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+def test_attributes_of_all_kinds_are_told_apart_and_not_kept_alive() -> None:
+    module, x = _Changes(), torch.randn(6, 8)
+    expected = recoup.tiled(module, x, num_tiles=2)
+    parent: dict[str, Any] = {}
+    parent["child"] = {"parent": parent}
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    odd = [parent, _Number(3), float("nan"), [{1, "a"}], np.ones(3), iter([]), threading.Lock(), range(10**9), [module]]
+    for value in [*odd, {"deep": deep}]:
+        module.odd = value
+        assert torch.equal(recoup.tiled(module, x, num_tiles=2), expected)
+    held = torch.ones(3)
+    gone = weakref.ref(held)
+    module.odd = lambda held=held: held
+    recoup.tiled(module, x, num_tiles=2)
+    module.odd, held = None, torch.ones(1)
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_compiler_runs_the_whole() -> None:

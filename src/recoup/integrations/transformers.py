@@ -199,7 +199,7 @@ def _optimizer(model: nn.Module, args: TrainingArguments) -> Any:
     trainer = object.__new__(Trainer)  # to initialise it would move the model and set up processes
     for name, value in {"model": model, "args": args, "optimizer": None, "optimizer_cls_and_kwargs": None}.items():
         setattr(trainer, name, value)
-    return trainer.create_optimizer()
+    return _made_by(trainer)
 
 
 def _trainers_optimizer(trainer: Trainer) -> Any:
@@ -209,7 +209,12 @@ def _trainers_optimizer(trainer: Trainer) -> Any:
     own = trainer.optimizer_cls_and_kwargs
     copied = None if own is None else (own[0], dict(own[1]))  # it takes some of them out
     with _attribute(trainer, "optimizer", None), _attribute(trainer, "optimizer_cls_and_kwargs", copied):
-        return trainer.create_optimizer()
+        return _made_by(trainer)
+
+
+def _made_by(trainer: Trainer) -> Any:
+    made: Any = trainer.create_optimizer()
+    return trainer.optimizer if made is None else made  # a subclass's own need not return it
 
 
 def _trainers_step(model: nn.Module, args: TrainingArguments, batch: Any) -> dict[str, Any]:

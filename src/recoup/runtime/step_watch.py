@@ -132,6 +132,8 @@ class StepWatch:
         """Pre-forward hook of the model."""
         if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
             return
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
             return
         if current_recorder() is not None:  # inside of a method that a plan enters by

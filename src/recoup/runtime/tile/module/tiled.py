@@ -8,7 +8,6 @@ tile is compared with what half of it gives alone.
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from recoup._pytree import map_tensors
 from recoup.errors import UsageError
 from recoup.runtime import execution_context
 from recoup.runtime.recompute.module_state import walk
+from recoup.runtime.tile.module.facts import Facts
 from recoup.runtime.tile.module.position_wise import Proof, prove
 from recoup.runtime.tile.module.rows import Tiling, run_tiles, tensors_of
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS
@@ -28,9 +28,6 @@ from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 _WHERE = "(recoup.runtime.tile.module.tiled)"
 _SKIPPED = frozenset({"forward"})
 _CONTAINERS = (list, dict, set)
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | _SKIPPED
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, *_FUNCTIONS)
 
 
 def tiled(
@@ -240,25 +237,7 @@ def _mode_of(tiling: Tiling, module: nn.Module, parameters: dict[str, nn.Paramet
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     plain = repr(map_tensors(lambda t: None, (tiling.args, tiling.kwargs)))
     trained = tuple((name, p.requires_grad) for name, p in parameters.items())
-    return tensors, tiling.tile_rows, tuple(_facts_of(module)), plain, trained, autocast
-
-
-def _facts_of(module: nn.Module) -> Iterator[Any]:
-    """Yields what a forward may branch on: classes, modes and plain attributes of a module and of those in it."""
-    for _, child in walk(module):
-        yield type(child)
-        yield child.training
-        for name, value in child.__dict__.items():
-            if name not in _OF_EVERY_MODULE:
-                yield name
-                yield value if isinstance(value, _PLAIN) else repr(value) if _is_plain(value) else type(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a container holds nothing but plain values."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
+    return tensors, tiling.tile_rows, Facts().of(module), plain, trained, autocast
 
 
 def _compare(tiling: Tiling) -> None:
