@@ -258,6 +258,15 @@ def test_evaluation_and_copies_work() -> None:
         assert torch.isfinite(model.eval()(batch))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+def test_a_region_may_hold_a_traced_module() -> None:
+    traced = torch.jit.trace(torch.nn.Linear(8, 8), torch.randn(2, 8))  # type: ignore[no-untyped-call]
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), traced), torch.nn.Linear(8, 1))
+    batch = torch.randn(4, 8)
+    expected = model(batch)
+    assert torch.equal(applied(plan_of([("0",)]), model)(batch), expected)
+
+
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [

@@ -347,6 +347,16 @@ def test_an_optimizer_that_is_given_to_the_trainer_as_a_class_is_planned(tmp_pat
     assert own[1].keys() == {"lr", "momentum", "params"}  # a Trainer takes some out
 
 
+def test_an_optimizer_that_its_maker_does_not_return_is_planned(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> None:  # type: ignore[override]
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    model, _, _ = make("llama")
+    found = integration.fit_trainer(Own(model=model, args=_arguments(tmp_path), train_dataset=_data()), budget="120%")
+    assert found.plan.predicted.optimizer_bytes == sum(p.nbytes for p in model.parameters())
+
+
 def test_options_that_no_optimizer_takes_are_refused_as_by_the_trainer(tmp_path: Path) -> None:
     model, _, _ = make("llama")
     args = _arguments(tmp_path, optim="sgd", optim_args="nesterov=True")

@@ -169,6 +169,15 @@ def test_a_plan_of_no_decisions_is_watched() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+def test_a_trace_is_no_step() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.randn(4, 8)
+    plan = dataclasses.replace(recoup.plan(model, batch, budget="200%", loss=_loss), decisions=())
+    with recoup.apply(model, plan):
+        traced = torch.jit.trace(model, batch)  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(batch), model(batch))
+
+
 @pytest.mark.slow
 def test_another_precision_and_another_optimizer_are_said() -> None:
     model = Net()
