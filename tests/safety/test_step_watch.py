@@ -148,11 +148,12 @@ def test_outputs_that_are_there_as_planned_are_no_cause(actions: tuple[str, ...]
 
     fitted = recoup.fit(model, _batch(), budget="min", loss=loss, timed=False, actions=actions)
 
-    def step() -> None:
-        loss(model(_batch()), None).backward()
-        model.zero_grad()
+    def steps() -> None:
+        for _ in range(3):
+            loss(model(_batch()), None).backward()
+            model.zero_grad()
 
-    assert not _warned(lambda: [step() for _ in range(3)])  # type: ignore[arg-type, return-value]
+    assert not _warned(steps)
     assert fitted.plan.decisions
 
 
