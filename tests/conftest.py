@@ -51,7 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_TRACE] = Path(os.environ[_TRACES], worker).open("w")  # noqa: SIM115
         faulthandler.enable(config.stash[_TRACE])
     else:
-        os.environ[_TRACES] = tempfile.mkdtemp()
+        traces = tempfile.TemporaryDirectory()
+        config.add_cleanup(traces.cleanup)
+        os.environ[_TRACES] = traces.name
         config.stash[_ENDINGS] = []
 
 
@@ -59,8 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     if error:
         process = node.gateway._io.popen
-        trace = Path(os.environ[_TRACES], node.gateway.id).read_text()
-        node.config.stash[_ENDINGS].append(f"{node.gateway.id} ended with {process.wait(10)}\n{trace}")
+        trace = Path(os.environ[_TRACES], node.gateway.id)
+        words = trace.read_text() if trace.exists() else "before it began"
+        node.config.stash[_ENDINGS].append(f"{node.gateway.id} ended with {process.wait(10)}\n{words}")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

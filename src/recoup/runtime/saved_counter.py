@@ -18,7 +18,6 @@ class SavedCounter:
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         self._others = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sources: set[int] = set()
         self.precisions: dict[str, None] = {}
 
     @property
@@ -27,11 +26,8 @@ class SavedCounter:
         return sum(storage.nbytes() for kept in self._kept.values() if (storage := kept()) is not None)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage is one of those, or kept to rebuild others from."""
-        if tensor.layout is not torch.strided:
-            return False
-        address = tensor.untyped_storage()._cdata
-        return address in self._kept or address in self._sources
+        """Whether a tensor's storage is one of those."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._kept
 
     def saved(self, tensor: torch.Tensor) -> None:
         """A tensor is kept, perhaps for a while only: a plan by tensor frees some at the end of their segment."""
@@ -41,8 +37,7 @@ class SavedCounter:
                 self._kept[storage._cdata] = weakref.ref(storage)
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        """A tensor is not kept, its sources are."""
-        self._sources.update(t.untyped_storage()._cdata for t in sources if t.layout is torch.strided)
+        """A tensor is not kept."""
 
     def pack(self, tensor: torch.Tensor) -> Simple:
         """Saved-tensor hook for tensors that autograd keeps."""

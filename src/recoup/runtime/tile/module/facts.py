@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import math
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -53,7 +54,7 @@ class Facts:
         if isinstance(value, type):
             return value
         if hasattr(value, "dtype") and hasattr(value, "shape"):  # of torch, NumPy
-            return kind, str(value.dtype), tuple(value.shape), getattr(value, "requires_grad", None), _number(value)
+            return kind, str(value.dtype), tuple(value.shape), getattr(value, "requires_grad", None), _number_in(value)
         return (kind, *self._inside(value, levels))
 
     def _inside(self, value: Any, levels: int) -> Iterator[Any]:
@@ -85,6 +86,6 @@ class Facts:
                 yield self._of_value(value, levels - 1)
 
 
-def _number(value: Any) -> Any:
-    """Returns the value of one of NumPy's numbers; None of a tensor, whose values are no facts."""
-    return value.item() if not isinstance(value, torch.Tensor) and value.size == 1 else None
+def _number_in(value: Any) -> str:
+    """Returns one of NumPy's numbers, as text; "" of a tensor, whose values are no facts, and of larger arrays."""
+    return repr(value) if not isinstance(value, torch.Tensor) and math.prod(value.shape) == 1 else ""
