@@ -146,6 +146,23 @@ def test_runs_the_recorded_ops_inside_autocast_and_fake_modes() -> None:
     assert found is not None and found.workspace_bytes == 0 and found.spread_seconds >= 0
 
 
+def test_what_ran_once_for_a_long_step_is_timed_for_one_of_which_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wide = torch.rand(256, 256), torch.rand(1024, 1024)
+    of_long, of_short = signature_of(aten.mm.default, wide, wide), signature_of(aten.relu.default, x)
+    cost = MeasuredCost(CPU)
+    cost.price(trace_of([*[of_long] * 40, of_short]))
+    assert (found := cost.measurement(of_short)) is not None and found.is_rough
+    assert (found := cost.measurement(of_long)) is not None and not found.is_rough
+    with monkeypatch.context() as patch:
+        patch.setattr(measured, "measure_ops", None)
+        for same in (cost, MeasuredCost(CPU)):  # its parts, too, are no more exact than the step; and it is on disk
+            same.price(trace_of([*[of_long] * 40, of_short]))
+        cost.price(trace_of([of_short]))
+    other = MeasuredCost(CPU)
+    other.price(trace_of([of_short]))
+    assert (found := other.measurement(of_short)) is not None and not found.is_rough
+
+
 def test_a_search_gives_back_the_memory_that_ops_were_run_in() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
     spec = StepSpec(model=model, batch=torch.randn(1024, 256), objective=Objective(loss=lambda out, batch: out.sum()))

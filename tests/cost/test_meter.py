@@ -11,6 +11,7 @@ import torch
 from recoup.cost.op_memory import Timing, time_calls
 from recoup.cost.op_replay import Arena
 from recoup.cost.reuse import last_cache_bytes
+from recoup.thresholds import NEGLIGIBLE_SHARE, SAME_SHARE
 
 CPU = torch.device("cpu")
 
@@ -50,13 +51,36 @@ def test_runs_agree_where_what_they_differ_by_changes_nothing(monkeypatch: pytes
     strict, of_strict = clock.takes([0.004, 0.003, 0.0035, 0.003])
     loose, of_loose = clock.takes([0.004, 0.003, 0.0035, 0.003])
     first, second = time_calls(
-        [Timing(strict, may_be_warm=False), Timing(loose, may_be_warm=False, same_seconds=0.002)],
+        [Timing(strict, may_be_warm=False, num_calls=1000), Timing(loose, may_be_warm=False, num_calls=1)],
         Arena(CPU),
         limit_seconds=0.1,
+        step_seconds=0.002 / NEGLIGIBLE_SHARE,
     )
     assert (len(of_strict), len(of_loose)) == (0, 2)
     assert first is not None and second is not None
     assert first.seconds == second.seconds == pytest.approx(0.003)
+
+
+def test_the_least_of_a_step_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    (small, of_small), (often, of_often), (long, of_long) = (clock.takes([s] * 4) for s in (0.001, 0.001, 0.01))
+    timings = [
+        Timing(small, earlier=(0.003,), may_be_warm=False),
+        Timing(often, earlier=(0.003,), may_be_warm=False, num_calls=4),
+        Timing(long, earlier=(0.03,), may_be_warm=False),
+    ]
+    arena = Touched(clock, 1000)
+    timed = time_calls(timings, arena, limit_seconds=10.0, step_seconds=0.0149 / SAME_SHARE)
+    assert (len(of_small), len(of_often), len(of_long)) == (4, 2, 2), "3 and 12 ms are more than 14.9, together"
+    assert [t and (t.seconds, t.is_rough) for t in timed] == [
+        (pytest.approx(0.003), True),
+        (pytest.approx(0.001), False),
+        (pytest.approx(0.01), False),
+    ]
+    assert len(arena.nbytes) == 2
+    arena.nbytes.clear()
+    assert all(time_calls(timings[:2], arena, limit_seconds=10.0, step_seconds=0.0151 / SAME_SHARE))
+    assert not arena.nbytes, "nor are the caches emptied for it"
 
 
 def test_one_warm_run_is_enough_where_it_agrees_with_cold_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from recoup.ir.decision import Decision, Rebuild, Recompute
 from recoup.planner.driver import Planner
 from recoup.planner.held_view import held_view
 from recoup.planner.incumbents import Candidate, Incumbents
-from recoup.planner.rerun_prices import mask_seconds, rerun_seconds
+from recoup.planner.rerun_prices import rerun_prices
 from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.runtime.apply import apply_decisions
 from tests.planner.fake import FakeJudge
@@ -518,7 +518,7 @@ def test_what_runs_again_as_another_op_has_its_price() -> None:
     cost = FlopsCost()
     priced = cost.price(capture(spec))
     trace = priced.trace
-    again = rerun_seconds(trace, cost)
+    again = rerun_prices(trace, cost).rerun_seconds
     assert [trace.signatures[i].name for i in again] == ["aten.native_batch_norm.default"]
     assert min(again.values()) > 0
     view = held_view(priced, rerun_seconds=dict.fromkeys(again, 1.0))
@@ -526,7 +526,7 @@ def test_what_runs_again_as_another_op_has_its_price() -> None:
     (norm,) = (op for op, made in zip(view.problem.ops, trace.ops, strict=False) if made.signature in again)
     assert len(norm.draws) == 2 and 1.0 <= norm.seconds < 1.1
     eval_trace = capture(dataclasses.replace(spec, model=model.eval()))
-    assert rerun_seconds(eval_trace, cost) == {}
+    assert rerun_prices(eval_trace, cost).rerun_seconds == {}
 
 
 def test_a_random_mask_has_the_price_of_its_bytes_where_it_is_read_again() -> None:
@@ -534,7 +534,7 @@ def test_a_random_mask_has_the_price_of_its_bytes_where_it_is_read_again() -> No
     priced = FlopsCost().price(
         capture(StepSpec(model=model, batch=torch.randn(256, 32), objective=Objective(loss=loss)))
     )
-    (drawn,) = mask_seconds(priced.trace, FlopsCost())
+    (drawn,) = rerun_prices(priced.trace, FlopsCost()).mask_seconds
     assert priced.trace.signatures[drawn].name.startswith("aten.bernoulli_")
     without, view = held_view(priced), held_view(priced, mask_seconds={drawn: 1.0})
     assert without is not None and view is not None

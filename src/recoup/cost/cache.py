@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 15  # of what is measured and how: another number finds nothing of older measurements
+_VERSION = 16  # of what is measured and how: another number finds nothing of older measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Measurement:
         warm_seconds: the least of runs one after the other.
         workspace_bytes: what it holds while it runs and gives back before it returns.
         extra_output_bytes: what its outputs hold beyond what they show.
+        is_rough: it ran once, since even that was little of the step it was measured for.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class Measurement:
     spread_seconds: float
     workspace_bytes: int
     extra_output_bytes: int
+    is_rough: bool = False
 
 
 # None: it was tried, and made-up data cannot satisfy it.
@@ -82,7 +84,12 @@ def load(path: Path | None) -> dict[str, Measurement | None]:
 
 
 def _measurement(
-    seconds: float, warm_seconds: float, spread_seconds: float, workspace_bytes: int, extra_output_bytes: int
+    seconds: float,
+    warm_seconds: float,
+    spread_seconds: float,
+    workspace_bytes: int,
+    extra_output_bytes: int,
+    is_rough: bool,
 ) -> Measurement:
     return Measurement(
         seconds=float(seconds),
@@ -90,6 +97,7 @@ def _measurement(
         spread_seconds=float(spread_seconds),
         workspace_bytes=int(workspace_bytes),
         extra_output_bytes=int(extra_output_bytes),
+        is_rough=bool(is_rough),
     )
 
 

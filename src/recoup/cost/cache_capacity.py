@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ import torch
 from recoup import _torch
 from recoup._allocation import available_host_bytes
 from recoup.cost.reuse import core_cache_bytes, last_cache_bytes
+
+_ROUNDS = 5  # of reads after each number of bytes
 
 
 def cache_capacity_bytes(path: Path | None) -> int:
@@ -60,28 +64,32 @@ def _find(probe: torch.Tensor, other: torch.Tensor) -> int:
     """Returns the share, by reads of `probe` after parts of `other` were written."""
 
     def read_after(nbytes: int) -> float:
-        seconds = []
-        for _ in range(3):  # the fastest counts: what else runs on the machine only slows one
-            probe.sum()
-            other[:nbytes].fill_(1)
-            began = time.perf_counter()
-            probe.sum()
-            seconds.append(time.perf_counter() - began)
-        return min(seconds)
+        probe.sum()
+        other[:nbytes].fill_(1)
+        began = time.perf_counter()
+        probe.sum()
+        return time.perf_counter() - began
 
     return find_capacity_bytes(read_after, least_bytes=probe.nbytes, most_bytes=other.nbytes)
 
 
 def find_capacity_bytes(read_after: Callable[[int], float], *, least_bytes: int, most_bytes: int) -> int:
-    """Returns after how many bytes of other memory half of what was read before has left, among halves of the most.
+    """Returns after how many bytes of other memory half of what was read before has left; the most, if it cannot tell.
 
     Args:
         read_after: seconds of reading `least_bytes` after so many other bytes were touched.
     """
-    warm, cold = read_after(least_bytes // 2), read_after(most_bytes)
+    sizes = [most_bytes]
+    while (smaller := int(sizes[-1] / math.sqrt(2))) >= 2 * least_bytes:
+        sizes.append(smaller)
+    sizes = [least_bytes // 2, *reversed(sizes)]
+    rounds = [[read_after(nbytes) for nbytes in sizes] for _ in range(_ROUNDS)]
+    seconds = [min(of_one) for of_one in zip(*rounds, strict=True)]  # what else runs on the machine only slows a read
+    warm, cold = seconds[0], seconds[-1]
     if cold < 1.25 * warm:
         return most_bytes
-    found = most_bytes
-    while found // 2 >= 2 * least_bytes and read_after(found // 2) > (warm + cold) / 2:
-        found //= 2
-    return found
+    middle = (warm + cold) / 2
+    for (below, faster), (above, slower) in itertools.pairwise(zip(sizes, seconds, strict=True)):
+        if slower > middle:
+            return below + int((above - below) * (middle - faster) / (slower - faster))
+    return most_bytes

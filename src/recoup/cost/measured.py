@@ -39,11 +39,11 @@ from recoup.cost.op_replay import Arena, argument_bytes, make_call
 from recoup.cost.reuse import cold_shares, interpreter_coldness, may_be_warm
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
-from recoup.thresholds import MEASURING_SECONDS, NEGLIGIBLE_SHARE, SMALL_BYTES
+from recoup.thresholds import MEASURING_SECONDS, SAME_SHARE, SMALL_BYTES
 
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
-_BATCH_OPS = 64  # metered in one profiler run, and timed in turn
+_BATCH_OPS = 128  # metered in one profiler run, and timed in turn
 
 
 class MeasuredCost(CostModel):
@@ -58,6 +58,7 @@ class MeasuredCost(CostModel):
         path = disk.cache_path(self.name, threads=threads, torch_version=torch.__version__, flags=flags)
         self._path = path if cache else None
         self._spent_seconds = 0.0
+        self._step_seconds = 0.0  # of the longest step that was priced: what prices of its parts have to be exact to
         self._failure = ""
         self._known = disk.load(self._path)
         self._arena: Arena | None = None
@@ -150,8 +151,12 @@ class MeasuredCost(CostModel):
         Args:
             num_calls: in the step, of each op by its position; once where it is not said.
         """
-        calls = {s: num_calls.get(index, 1) for index, s in enumerate(signatures) if not _is_small(s)}
-        missing = [s for s in calls if _key(s) not in self._known]
+        calls: collections.Counter[Signature] = collections.Counter()
+        for index, signature in enumerate(signatures):
+            if not _is_small(signature):
+                calls[signature] += num_calls.get(index, 1)
+        self._step_seconds = step_seconds = max(self._step_seconds, self._seconds(calls))
+        missing = [s for s in calls if _key(s) not in self._known or self._is_too_rough(s, calls[s], step_seconds)]
         missing.sort(key=lambda s: -(s.bytes_moved + s.flops // 50))
         limit_seconds = MEASURING_SECONDS - self._spent_seconds
         new: dict[str, Measurement | None] = {}
@@ -167,8 +172,18 @@ class MeasuredCost(CostModel):
         finally:
             self._spent_seconds += clock() - began
             self._known |= new
+            self._step_seconds = max(self._step_seconds, self._seconds(calls))
             if new:
                 disk.store(self._path, new, device_name=self.name, torch_version=torch.__version__)
+
+    def _seconds(self, calls: Mapping[Signature, int]) -> float:
+        """Returns what so many calls of each op take, of those that were measured."""
+        return sum(num_calls * found.seconds for s, num_calls in calls.items() if (found := self.measurement(s)))
+
+    def _is_too_rough(self, signature: Signature, num_calls: int, step_seconds: float) -> bool:
+        """Whether an op ran once, for a step of which it was less than it is of this one."""
+        found = self.measurement(signature)
+        return found is not None and found.is_rough and num_calls * found.seconds > SAME_SHARE * step_seconds
 
     def _measure_here(
         self,
@@ -184,15 +199,22 @@ class MeasuredCost(CostModel):
             self._arena = Arena(self.device, cache_bytes=min(self._cache_bytes, room_bytes))
         arena = self._arena
         remaining = progress.Remaining(len(missing))
-        step_seconds = sum(calls[s] * found.seconds for s in calls if (found := self.measurement(s)))
+        known_seconds = self._seconds({s: calls[s] for s in calls.keys() - set(missing)})
         with alone(self.device):
             done = 0
             for batch in _batches(missing, 2 * flush_bytes(arena.cache_bytes)):
                 if work_clock(self.device)() > deadline:
                     break
                 progress.advance(f"measuring ops on this device ({remaining.text(done, done=done)})")
-                measured = measure_ops(batch, arena, deadline, num_calls=calls, step_seconds=step_seconds)
-                step_seconds += sum(calls[s] * timed.seconds for s in batch if (timed := measured.get(_key(s))))
+                measured = measure_ops(
+                    batch,
+                    arena,
+                    deadline,
+                    num_calls=calls,
+                    known_seconds=known_seconds,
+                    least_seconds=self._step_seconds,
+                )
+                known_seconds += sum(calls[s] * timed.seconds for s in batch if (timed := measured.get(_key(s))))
                 new |= measured
                 done += len(batch)
 
@@ -257,13 +279,15 @@ def measure_ops(
     deadline: float,
     *,
     num_calls: Mapping[Signature, int] | None = None,
-    step_seconds: float = 0.0,
+    known_seconds: float = 0.0,
+    least_seconds: float = 0.0,
 ) -> dict[str, Measurement | None]:
     """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing.
 
     Args:
         num_calls: in the step that is to be priced; an op is run no more often than the step's seconds can tell.
-        step_seconds: of the step's ops that are known.
+        known_seconds: of the step's ops that are not among these.
+        least_seconds: that the step takes in any case.
     """
     device = arena.device
     refused: dict[str, Measurement | None] = {}
@@ -293,19 +317,24 @@ def measure_ops(
                     continue  # there may be room for it another time
                 refused[_key(signature)] = None  # made-up data cannot satisfy it
         calls = num_calls or {}
-        step_seconds += sum(calls.get(signature, 0) * min(run.seconds, default=0.0) for signature, _, run in metered)
+        these_seconds = sum(calls.get(signature, 0) * min(run.seconds, default=0.0) for signature, _, run in metered)
         timings = [
             Timing(
                 call,
                 earlier=run.seconds,
                 may_be_warm=may_be_warm(signature, arena.cache_bytes),
                 touched_bytes=min(signature.bytes_moved, argument_bytes(signature) + signature.output_bytes),
-                same_seconds=NEGLIGIBLE_SHARE * step_seconds / calls.get(signature, 1),
+                num_calls=calls.get(signature, 1),
             )
             for signature, call, run in metered
         ]
         # Under the meter still: what it adds to an op is about what autograd and a module's call add in a step.
-        timed = time_calls(timings, arena, limit_seconds=_SECONDS_EACH)
+        timed = time_calls(
+            timings,
+            arena,
+            limit_seconds=_SECONDS_EACH,
+            step_seconds=max(known_seconds + these_seconds, least_seconds),
+        )
     found: dict[str, Measurement | None] = {}
     nbytes = meter.metered_bytes()
     for (signature, _, run), times in zip(metered, timed, strict=True):
@@ -320,6 +349,7 @@ def measure_ops(
             workspace_bytes=workspace_bytes,
             # That CUDA's allocator rounds is no reason to call an output larger.
             extra_output_bytes=extra_bytes if device.type == "cpu" or extra_bytes >= SMALL_BYTES else 0,
+            is_rough=times.is_rough,
         )
     return refused | found
 

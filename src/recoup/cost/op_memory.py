@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 import warnings
@@ -29,7 +30,7 @@ import torch
 from recoup import _torch
 from recoup.cost.cache_capacity import flush_bytes
 from recoup.cost.op_replay import Arena
-from recoup.thresholds import SAME_SHARE
+from recoup.thresholds import NEGLIGIBLE_SHARE, SAME_SHARE
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, MemoryError)
 """What an op raises that made-up data cannot satisfy, or that there is no room for."""
@@ -43,11 +44,15 @@ class Run(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds of an op with cold and with warm caches, and how far the median of cold runs lies above the least."""
+    """Seconds of an op with cold and with warm caches, and how far the median of cold runs lies above the least.
+
+    `is_rough`: it ran once, since even that is little of the step it was timed for.
+    """
 
     seconds: float
     warm_seconds: float
     spread_seconds: float
+    is_rough: bool = False
 
 
 class Meter(Protocol):
@@ -175,52 +180,65 @@ class Timing:
         call: has run once, to warm up.
         earlier: seconds of runs before, which count with the cold ones; the clock of a CPU alone goes on from there.
         may_be_warm: if not, warm runs are not tried; nor are they on CUDA, where launches hide what differs.
-        same_seconds: runs that are no further apart agree, as those within 2 % do.
         touched_bytes: that a run reads and writes: what other ops find in the cache has left it after so many.
+        num_calls: in the step.
     """
 
     call: Callable[[], Any]
     earlier: Sequence[float] = ()
     may_be_warm: bool = True
-    same_seconds: float = 0.0
     touched_bytes: int = 0
+    num_calls: int = 1
 
-    def goes_on(self, times: Sequence[float], limit_seconds: float, waited_seconds: float = 0.0) -> bool:
+    def goes_on(
+        self, times: Sequence[float], *, limit_seconds: float, step_seconds: float, waited_seconds: float = 0.0
+    ) -> bool:
         """Whether to run once more: until the two fastest agree, or to the limit, which two runs may exceed.
 
         Args:
+            step_seconds: of the whole step: runs agree that are within 2 %, or differ by next to nothing of it.
             waited_seconds: its share of what emptying the caches took.
         """
         seconds = sum(times)
         if len(times) < 2:
             return not times or seconds <= 8 * limit_seconds
         least, next_to_it = sorted(times)[:2]
-        if next_to_it - least <= max(2 * SAME_SHARE * least, self.same_seconds):
+        if next_to_it - least <= max(2 * SAME_SHARE * least, NEGLIGIBLE_SHARE * step_seconds / self.num_calls):
             return False
         return len(times) < 9 and seconds + waited_seconds < limit_seconds
 
 
-def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float) -> list[Timed | None]:
+def time_calls(
+    timings: Sequence[Timing], arena: Arena, *, limit_seconds: float, step_seconds: float = 0.0
+) -> list[Timed | None]:
     """Returns of each call the least of 2 to 9 runs of each kind, which together take about `limit_seconds`.
 
-    One run has to be enough where it takes eight times the limit. No call may read what another one reads or writes: on
-    a CPU they take turns. None is for a call that raises one of the `REFUSALS`, or there is no room to time it.
+    One run has to be enough where it takes eight times the limit; and of the calls that are least of the step, which
+    even by their first runs do not add up to what tells one step from another. No call may read what another one reads
+    or writes: on a CPU they take turns. None is for a call that raises one of the `REFUSALS`, or there is no room to
+    time it.
+
+    Args:
+        step_seconds: of the whole step, as far as it is known.
     """
     device = arena.device
     if device.type == "cuda":
         found: list[Timed | None] = [None] * len(timings)
         for index, timing in enumerate(timings):
             with contextlib.suppress(*REFUSALS):
-                found[index] = _time_on_cuda(timing, device, limit_seconds)
+                found[index] = _time_on_cuda(timing, device, limit_seconds, step_seconds)
         return found
     clock = _cpu_clock()
     cold: list[list[float]] = [list(timing.earlier) for timing in timings]
     warm: list[list[float]] = [[] for _ in timings]
     waited = [0.0] * len(timings)
     refused: set[int] = set()
+    rough = _least_of([t.num_calls * min(t.earlier, default=math.inf) for t in timings], SAME_SHARE * step_seconds)
 
-    def goes_on(index: int, times: list[float]) -> bool:
-        return index not in refused and timings[index].goes_on(times, limit_seconds)
+    def goes_on(index: int, times: list[float], waited_seconds: float = 0.0) -> bool:
+        return index not in refused and timings[index].goes_on(
+            times, limit_seconds=limit_seconds, step_seconds=step_seconds, waited_seconds=waited_seconds
+        )
 
     def run(index: int, times: list[float]) -> Any:
         began = clock()
@@ -232,7 +250,7 @@ def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float)
         return out
 
     def is_left(index: int) -> bool:
-        return index not in refused and timings[index].goes_on(cold[index], limit_seconds, waited[index])
+        return index not in rough and goes_on(index, cold[index], waited[index])
 
     while left := list(filter(is_left, range(len(timings)))):
         began = clock()
@@ -255,9 +273,20 @@ def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float)
                     run(index, warm[index])
         del held
     return [
-        None if index in refused else Timed(min(times), min([*warm[index], *times]), _spread(times))
+        None if index in refused else Timed(min(times), min([*warm[index], *times]), _spread(times), index in rough)
         for index, times in enumerate(cold)
     ]
+
+
+def _least_of(seconds: Sequence[float], limit_seconds: float) -> set[int]:
+    """Returns the positions of the smallest, as many as do not take more than the limit together."""
+    found: set[int] = set()
+    for index in sorted(range(len(seconds)), key=seconds.__getitem__):
+        limit_seconds -= seconds[index]
+        if limit_seconds < 0:
+            break
+        found.add(index)
+    return found
 
 
 def _beside_bytes(touched_bytes: Sequence[int], cache_bytes: int) -> int:
@@ -269,7 +298,7 @@ def _beside_bytes(touched_bytes: Sequence[int], cache_bytes: int) -> int:
     return max(flush_bytes(cache_bytes) - (sum(touched_bytes) - max(touched_bytes)), 0)
 
 
-def _time_on_cuda(timing: Timing, device: torch.device, limit_seconds: float) -> Timed:
+def _time_on_cuda(timing: Timing, device: torch.device, limit_seconds: float, step_seconds: float) -> Timed:
     """Times with CUDA events. The host runs ahead, so launches cost nothing, and the L2 cache is cold."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
@@ -282,7 +311,7 @@ def _time_on_cuda(timing: Timing, device: torch.device, limit_seconds: float) ->
         wait_cycles = int(2 * host_seconds * 1000 * properties.clock_rate)  # of kHz
         flush = torch.empty(2 * max(cache_bytes, 1 << 20), dtype=torch.uint8, device=device)
         times: list[float] = []
-        while timing.goes_on(times, limit_seconds):
+        while timing.goes_on(times, limit_seconds=limit_seconds, step_seconds=step_seconds):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             _torch.keep_gpu_busy(wait_cycles)
             flush.zero_()

@@ -7,7 +7,9 @@ And what a random mask takes that is held as bytes. How they run is in `runtime/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,33 +22,52 @@ from recoup.runtime.rebuild.shortcuts import can_apply_statistics
 _aten = torch.ops.aten
 
 
-def rerun_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
-    """Returns the seconds of such ops where they run again, by signature."""
-    if trace.device != "cpu":
+class RerunPrices(NamedTuple):
+    """Seconds of ops, by the signature of what they run instead of.
+
+    `rerun_seconds` of ops that run again as another one, `mask_seconds` of making bytes of a random mask and the mask
+    of them.
+    """
+
+    rerun_seconds: Mapping[int, float]
+    mask_seconds: Mapping[int, float]
+
+
+def rerun_prices(trace: Trace, cost: CostModel) -> RerunPrices:
+    """Returns what such ops of a step take, all measured at once."""
+    again: dict[int, tuple[Signature, ...]] = {}
+    copies: dict[int, tuple[Signature, ...]] = {}
+    for index, signature in enumerate(trace.signatures):
+        if trace.device == "cpu" and (found := _applied(signature) or _softmax(signature)) is not None:
+            again[index] = (found,)
+        elif of_mask := _copies(signature):
+            copies[index] = of_mask
+    seconds = _seconds(trace, cost, again | copies)
+    return RerunPrices(*({i: seconds[i] for i in kind} for kind in (again, copies)))
+
+
+def _seconds(trace: Trace, cost: CostModel, instead: Mapping[int, Sequence[Signature]]) -> dict[int, float]:
+    """Returns the seconds of what runs instead of ops, by their signature, priced for as many as the step has."""
+    if not instead:
         return {}
-    again = {i: found for i, s in enumerate(trace.signatures) if (found := _applied(s) or _softmax(s)) is not None}
-    return dict(zip(again, _seconds(trace, cost, tuple(again.values())), strict=True))
-
-
-def mask_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
-    """Returns the seconds of making bytes of a random mask and the mask of them, by signature of what draws it."""
-    drawn = {i: found for i, s in enumerate(trace.signatures) if (found := _copies(s))}
-    flat = _seconds(trace, cost, [copy for copies in drawn.values() for copy in copies])
-    return {i: there + back for i, there, back in zip(drawn, flat[::2], flat[1::2], strict=True)}
-
-
-def _seconds(trace: Trace, cost: CostModel, signatures: Sequence[Signature]) -> Sequence[float]:
-    """Returns the seconds of ops on the device of a trace."""
-    if not signatures:
-        return ()
+    first = dict(zip(instead, itertools.accumulate(map(len, instead.values()), initial=0), strict=False))
+    origins = [op.signature for op in trace.ops if op.signature in instead]
     ops = tuple(
-        Op(signature=i, call=-1, origin=-1, phase="backward", replayed=True, inputs=(), outputs=())
-        for i in range(len(signatures))
+        Op(signature=first[i] + n, call=-1, origin=-1, phase="backward", replayed=True, inputs=(), outputs=())
+        for i in origins
+        for n in range(len(instead[i]))
     )
     alone = dataclasses.replace(
-        trace, signatures=tuple(signatures), ops=ops, storages=(), calls=(), rederive_links=(), copies=()
+        trace,
+        signatures=tuple(itertools.chain.from_iterable(instead.values())),
+        ops=ops,
+        storages=(),
+        calls=(),
+        rederive_links=(),
+        copies=(),
     )
-    return cost.price(alone).op_seconds
+    seconds = {op.signature: taken for op, taken in zip(ops, cost.price(alone).op_seconds, strict=True)}
+    return {i: sum(seconds[first[i] + n] for n in range(len(found))) for i, found in instead.items()}
 
 
 def _copies(signature: Signature) -> tuple[Signature, ...]:

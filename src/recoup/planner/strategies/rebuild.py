@@ -13,7 +13,7 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Rebuild
 from recoup.planner.held_view import HeldView, flop_seconds_of, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
-from recoup.planner.rerun_prices import mask_seconds, rerun_seconds
+from recoup.planner.rerun_prices import rerun_prices
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.solver.excerpts import Hulls
@@ -102,11 +102,10 @@ class RebuildStrategy(Strategy):
         hulls = Hulls()  # of equal segments of either step, whose ops therefore cost the same
         options: Any = {"kept_paths": simulator.spec.keep, "flop_seconds": flop_seconds_of(simulator.priced)}
         for decisions, step in steps:
-            seconds_of: Any = {
-                "rerun_seconds": rerun_seconds(step.trace, simulator.cost),
-                "mask_seconds": mask_seconds(step.trace, simulator.cost),
-            }
-            coarse, fine = (held_view(step, in_loops=in_loops, **seconds_of, **options) for in_loops in (False, True))
+            prices = rerun_prices(step.trace, simulator.cost)
+            coarse, fine = (
+                held_view(step, in_loops=in_loops, **prices._asdict(), **options) for in_loops in (False, True)
+            )
             if coarse is None or fine is None:
                 continue
             parts = decisions, simulator.simulate(decisions), seconds(decisions, step)
