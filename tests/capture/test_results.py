@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.capture.capture import capture
-from recoup.capture.op_cache import _NEVER, Answers, FakeResults
+from recoup.capture.op_cache import _NEVER, Answers, FakeResults, _is_same
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from tests.models import KINDS, make
@@ -164,8 +164,8 @@ def test_plain_numbers_among_results_are_kept() -> None:
 _aten = torch.ops.aten
 
 
-def _decomposed(dtype: torch.dtype, memory_format: torch.memory_format) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Calls of ops that a fake mode answers by decomposing them."""
+def _on_meta(dtype: torch.dtype, memory_format: torch.memory_format) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Calls of ops that a fake mode answers by decomposing them, or by their own kernel for metadata."""
     x = torch.empty(2, 8, 4, 6, dtype=dtype, memory_format=memory_format)
     weight, statistic, groups = torch.empty(8), torch.empty(8), torch.empty(2, 4)
     rows, target = torch.empty(4, 6, dtype=dtype), torch.empty(4, dtype=torch.int64)
@@ -177,38 +177,68 @@ def _decomposed(dtype: torch.dtype, memory_format: torch.memory_format) -> list[
         (_aten.sigmoid_backward.default, (x.transpose(1, 2), x.transpose(1, 2))),
         (_aten._log_softmax_backward_data.default, (rows, rows, 1, dtype)),
         (_aten.nll_loss_forward.default, (rows, target, None, 1, -100)),
+        (_aten.mul.Tensor, (x, x[:1])),
+        (_aten.add.Tensor, (x.transpose(1, 2)[..., ::2], target.view(1, 4, 1, 1))),
+        (_aten.eq.Scalar, (x, 1)),
+        (_aten.relu.default, (x[:, 1:],)),
+        (_aten.detach.default, (x[:, 1:],)),
+        (_aten.view.default, (rows[1:], [2, -1])),
+        (_aten.split.Tensor, (x, 3, 1)),
+        (_aten.slice.Tensor, (x, 3, 1, 6, 2)),
+        (_aten.as_strided.default, (x, [4, 2], [2, 1], 3)),
+        (_aten.view.dtype, (rows, torch.int16)),
     ]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decomposed_answers_are_those_of_the_mode(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+def test_answers_on_the_meta_device_are_those_of_the_mode(
+    dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
     mode = _torch.fake_tensor_mode()
     with mode:
-        calls = _decomposed(dtype, memory_format)
+        calls = _on_meta(dtype, memory_format)
     for func, args in calls:
-        found = _torch.decomposed_on_meta(func, args, {}, mode)
+        found = _torch.answered_on_meta(func, args, {}, mode, is_view=func.is_view)
         with mode:
             wanted = func(*args)
         assert found is not None, func
         assert type(found) is type(wanted), func
-        for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+        for one, other in zip(*((r if isinstance(r, (tuple, list)) else (r,)) for r in (found, wanted)), strict=True):
             assert (one is None) is (other is None), func
-            assert one is None or _torch.fake_traits(one) == _torch.fake_traits(other), func
-            assert one is None or _torch.has_same_dispatch(one, other), func
+            if one is None:
+                continue
+            assert _is_same(one, other), func
+            if func.is_view:
+                assert one.untyped_storage() is other.untyped_storage() is args[0].untyped_storage(), func
 
 
-def test_what_depends_on_the_device_or_is_a_view_is_left_to_the_mode() -> None:
+def test_what_the_meta_device_cannot_tell_is_left_to_the_mode() -> None:
     mode = _torch.fake_tensor_mode()
     with mode:
-        x, weight = torch.empty(2, 8, 4, 6), torch.empty(8)
+        x, none = torch.empty(2, 8, 4, 6), torch.empty(5, 0, 0).expand(5, 0, 0)
     for func, args in [
-        (_aten.native_batch_norm.default, (x, weight, weight, weight, weight, False, 0.1, 1e-5)),  # no results on a CPU
         (_aten._to_copy.default, (x,)),
-        (_aten.detach.default, (x,)),
+        (_aten.view.default, (none, [5, 0, 0])),  # its strides are the mode's own
+        (_aten.expand_as.default, (x[:1], x)),  # of two tensors
         (_aten.silu_backward.default, (x, torch.empty(2, 8, 4, 6))),  # a real tensor
     ]:
-        assert _torch.decomposed_on_meta(func, args, {}, mode) is None, func
+        assert _torch.answered_on_meta(func, args, {}, mode, is_view=func.is_view) is None, func
+
+
+def test_ops_that_depend_on_the_device_are_asked_there_once_for_each_form() -> None:
+    mode, norm = _torch.fake_tensor_mode(), _aten.native_batch_norm.default
+    kept = Answers()
+    results = FakeResults(mode, kept=kept)
+    with mode:
+        sizes = [(2, 8, 4, 6), (2, 16, 4, 6), (3, 4, 8, 8)]
+        calls = [(torch.empty(size), *[torch.empty(size[1])] * 4) for size in sizes]
+        for is_training in (True, False):
+            for args in calls:
+                call = (*args, is_training, 0.1, 1e-5)
+                found = results.run(norm, call, {})
+                assert _is_same(found, norm(*call)), call
+    assert sorted(kept.alike.values()) == [False, True], "in evaluation a CPU's has no statistics among its results"
 
 
 def test_parts_of_a_tensor_that_say_nothing_of_it_are_kept() -> None:

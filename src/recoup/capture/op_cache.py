@@ -58,10 +58,13 @@ class Answers:
         recipes: how to make their results again.
         signatures: of ops with a recipe, by key and the step's device type: the key that `signature_key` gives them,
             and the signature.
+        alike: whether an op that depends on the kind of device is answered on the meta device as on the model's own,
+            by its form: all but the sizes.
     """
 
     recipes: dict[Any, Any] = dataclasses.field(default_factory=dict)
     signatures: dict[Any, tuple[Any, Signature]] = dataclasses.field(default_factory=dict)
+    alike: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
 
 def answers_for(capability: tuple[int, int] | None) -> Answers:
@@ -75,6 +78,7 @@ def answers_for(capability: tuple[int, int] | None) -> Answers:
     if len(found.recipes) > _MOST_OPS:
         found.recipes.clear()
         found.signatures.clear()
+        found.alike.clear()
     return found
 
 
@@ -99,7 +103,7 @@ class FakeResults:
         kept: answers of other modes with the same kernels, which this one adds to; left out: none.
     """
 
-    __slots__ = ("_kept", "_kernels", "_mode", "_signatures", "key")
+    __slots__ = ("_alike", "_kept", "_kernels", "_mode", "_signatures", "key")
 
     def __init__(
         self,
@@ -111,6 +115,7 @@ class FakeResults:
         kept = Answers() if kept is None else kept
         self._kept = kept.recipes
         self._signatures = kept.signatures
+        self._alike = kept.alike
         self._kernels = kernels or {}
         self.key: Any = None
 
@@ -155,10 +160,20 @@ class FakeResults:
 
     def _first(self, func: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the first answer of its kind."""
-        out = None
-        if kernel is func and not func._schema.is_mutable and _is_keepable(func, args, kwargs):
-            out = _torch.decomposed_on_meta(func, args, kwargs, self.mode)
-        return kernel(*args, **kwargs) if out is None else out
+        if kernel is not func or func._schema.is_mutable or not _is_keepable(func, args, kwargs):
+            return kernel(*args, **kwargs)
+        form = _form(func, args, kwargs) if _torch.depends_on_device(func) else None
+        is_alike = form is None or self._alike.get(form)
+        is_view = func.is_view or func in _UNDECLARED_VIEWS
+        on_meta = (
+            _torch.answered_on_meta(func, args, kwargs, self.mode, is_view=is_view) if is_alike is not False else None
+        )
+        if on_meta is not None and is_alike:
+            return on_meta
+        out = kernel(*args, **kwargs)
+        if form is not None and is_alike is None:
+            self._alike[form] = on_meta is not None and _is_same(on_meta, out)
+        return out
 
     def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
         """Runs an op that selects one of many steps by its index, which only changes the offset of a view."""
@@ -219,6 +234,17 @@ def _key(items: Any) -> tuple[Any, ...]:
         else:
             raise _NotKept
     return tuple(found)
+
+
+def _form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what an op's arguments are but for the sizes of its tensors."""
+
+    def of(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.dtype, item.dim(), item.is_contiguous(), item.device
+        return tuple(map(of, item)) if isinstance(item, (list, tuple)) else (type(item), item)
+
+    return func, torch.get_default_dtype(), of(args), of(tuple(kwargs.items()))
 
 
 def _only_writes_lists(func: Any) -> bool:
