@@ -21,8 +21,7 @@ import torch
 from recoup import _torch
 from recoup._allocation import available_host_bytes
 from recoup.cost.reuse import core_cache_bytes, last_cache_bytes
-
-_ROUNDS = 5  # of reads after each number of bytes
+from recoup.thresholds import MOST_TRIES
 
 
 def cache_capacity_bytes(path: Path | None) -> int:
@@ -83,7 +82,7 @@ def find_capacity_bytes(read_after: Callable[[int], float], *, least_bytes: int,
     while (smaller := int(sizes[-1] / math.sqrt(2))) >= 2 * least_bytes:
         sizes.append(smaller)
     sizes = [least_bytes // 2, *reversed(sizes)]
-    rounds = [[read_after(nbytes) for nbytes in sizes] for _ in range(_ROUNDS)]
+    rounds = [[read_after(nbytes) for nbytes in sizes] for _ in range(MOST_TRIES)]
     seconds = [min(of_one) for of_one in zip(*rounds, strict=True)]  # what else runs on the machine only slows a read
     warm, cold = seconds[0], seconds[-1]
     if cold < 1.25 * warm:
