@@ -114,6 +114,14 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
         raise
 
 
+def try_capture(spec: StepSpec) -> Trace | None:
+    """Returns the trace of a plain step, None where it fails: with random numbers that no training draws, it may."""
+    try:
+        return _capture_fake(spec, None)
+    except (RecoupError, Unfollowable):
+        return None
+
+
 def _plain_error(spec: StepSpec) -> Exception | None:
     """Returns what the step raises without a tracker, None if it runs."""
     with untouched_step(spec) as before, before.watching(), execution_context.unwatched():
@@ -201,7 +209,7 @@ def _capture_on(
             if spec.carried.differs:
                 with torch.no_grad():
                     _run_forward(spec, before, device, island, mode, None)
-                draw_from(spec.draw)
+                draw_from(spec.draw, spec.draw_words)
             recorder = CallRecorder(spec.model, tracker, spec.methods if spec.objective.step else None)
             folding = None
             if memory is not None:
@@ -258,7 +266,7 @@ def _run_forward(
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
     hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
-    draw_from(spec.draw)
+    draw_from(spec.draw, spec.draw_words)
     try:
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
@@ -304,7 +312,7 @@ def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
     with untouched(spec.model, spec.batch, spec.objective.functions, known=spec.known_state.snapshot) as before:
         before.tensors.clear_gradients()
-        draw_from(spec.draw)
+        draw_from(spec.draw, spec.draw_words)
         yield before
 
 

@@ -1,7 +1,8 @@
 """Draws of python's and numpy's random numbers that are tried for steps that choose layers by chance (layer drop).
 
-With only the lowest, or only the highest numbers, every `random() < p` and `random() > p` has the same answer, so one
-of the two draws runs all layers that are dropped by chance. Seeds cover other forms of choice.
+With only low, or only high numbers, every `random() < p` and `random() > p` has the same answer, so one of the two
+draws runs all layers that are dropped by chance. They are as many as the step drew as it is: a loop that waits for
+another number goes on no longer than that. Seeds cover other forms of choice.
 """
 
 from __future__ import annotations
@@ -9,32 +10,82 @@ from __future__ import annotations
 import enum
 import random
 import sys
+from typing import Any, NamedTuple
 
 
 class Draw(enum.IntEnum):
     """What the streams are set to for a capture: the state they are in, an extreme, or a seed's numbers."""
 
     AS_IT_IS = 0
-    LOWEST = 1
-    HIGHEST = 2
+    LOW = 1
+    HIGH = 2
 
 
-EXTREMES = (Draw.LOWEST, Draw.HIGHEST)
+EXTREMES = (Draw.LOW, Draw.HIGH)
 SEEDED = range(3, 9)  # draws tried where the extremes differ, by seed
+_EXTREME_WORDS = {Draw.LOW: 0x00000FFF, Draw.HIGH: 0xFFFFF000}  # 1e-6 from 0 and from 1, of which logarithms are taken
+
+_STATE_WORDS = 624
 
 
-def draw_from(draw: int) -> None:
-    """Sets python's and numpy's streams to a draw; the caller puts them back."""
+class Words(NamedTuple):
+    """Numbers of 32 bits that a step draws of each stream; a number in [0, 1) takes two."""
+
+    python: int = 0
+    numpy: int = 0
+
+
+NO_WORDS = Words()
+
+
+class Streams(NamedTuple):
+    """Where the streams are: the twister's state and the place in it, of python's and of numpy's."""
+
+    python: tuple[Any, int]
+    numpy: tuple[Any, int] | None
+
+    @classmethod
+    def now(cls) -> Streams:
+        """Returns where they are."""
+        *words, at = random.getstate()[1]
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return cls((words, at), None)
+        _, key, place, *_ = numpy.random.get_state()
+        return cls((words, at), (key.tobytes(), int(place)))
+
+    def drawn_until(self, now: Streams) -> Words:
+        """Returns how many numbers were drawn since, up to the second time that a state was used up."""
+
+        def count(before: tuple[Any, int] | None, after: tuple[Any, int] | None) -> int:
+            if before is None or after is None:
+                return 0
+            return after[1] - before[1] + (_STATE_WORDS if before[0] != after[0] else 0)
+
+        return Words(count(self.python, now.python), count(self.numpy, now.numpy))
+
+
+def draw_from(draw: int, num: Words = NO_WORDS) -> None:
+    """Sets python's and numpy's streams to a draw; the caller puts them back.
+
+    Args:
+        num: of an extreme, how many numbers there are of it; at most half of the state.
+    """
     if draw == Draw.AS_IT_IS:
         return
-    *words, _ = random.Random(draw).getstate()[1]  # of both streams (Mersenne twister), and the place in them
-    if draw in EXTREMES:
-        half = len(words) // 2  # 156 numbers; who asks until a number lies elsewhere comes to the rest
-        words[:half] = [_before_tempering(0xFFFFFFFF if draw == Draw.HIGHEST else 0)] * half
-    random.setstate((3, (*words, 0), None))
+
+    def words(num_extreme: int) -> list[int]:
+        found: list[int]
+        *found, _ = random.Random(draw).getstate()[1]  # of either stream: both are Mersenne twisters
+        if draw in EXTREMES:
+            num_extreme = min(num_extreme, _STATE_WORDS // 2)
+            found[:num_extreme] = [_before_tempering(_EXTREME_WORDS[Draw(draw)])] * num_extreme
+        return found
+
+    random.setstate((3, (*words(num.python), 0), None))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0))
+        numpy.random.set_state(("MT19937", numpy.array(words(num.numpy), dtype=numpy.uint32), 0))
 
 
 def _before_tempering(number: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from recoup.capture.draws import Draw
+from recoup.capture.draws import NO_WORDS, Draw, Words
 from recoup.capture.folding import FoldingMemory
 from recoup.capture.method_calls import Method
 from recoup.capture.optimizer import OptimizerLike
@@ -41,7 +41,7 @@ class StepSpec:
         keep: paths of modules whose forward runs once: no region and no tile contains them or lies around them.
         folding: facts about the step's loops that captures share; None: loops are captured in full.
         carried: what captures found that a forward leaves for the next.
-        draw: state of python's and numpy's random streams, see `draws`.
+        draw, draw_words: state of python's and numpy's random streams, see `draws`.
         methods: those that the step was found to call from outside, other than forward.
         known_state: the snapshot of a series of captures between which no other code runs.
     """
@@ -56,6 +56,7 @@ class StepSpec:
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
     draw: int = Draw.AS_IT_IS
+    draw_words: Words = NO_WORDS
     carried: Carried = dataclasses.field(default_factory=Carried, compare=False)
     methods: dict[Method, None] = dataclasses.field(default_factory=dict, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)

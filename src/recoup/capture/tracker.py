@@ -74,7 +74,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._storages: list[StorageRecord] = []
         self.signatures: list[Signature] = []
         self.phase: Phase = "forward"
-        self.draws_on_host = False
+        self.draws_on_host: tuple[int, int] = (0, 0)
         self.call = -1
         self.on_outside: Callable[[], None] | None = None
         self.writes: list[tuple[int, int]] = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup.capture.draws import Streams
 from recoup.capture.folding import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
@@ -57,7 +56,7 @@ def run_step(
     Args:
         before: the snapshot, to which tensors that get a gradient are added.
     """
-    drawn = _host_random()
+    streams = Streams.now()
     with tracker.unobserved():
         accumulated = objective.prepare(model)
     for gradient in accumulated:
@@ -72,7 +71,7 @@ def run_step(
                 folding.end_forward()
             tracker.phase, tracker.call = "loss", -1
             loss, source = objective.loss_of(output, batch)
-        tracker.draws_on_host |= _host_random() != drawn
+        tracker.draws_on_host = streams.drawn_until(Streams.now())
         del output
         if backward:
             tracker.begin_backward(loss)
@@ -129,9 +128,3 @@ def register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tra
         tracker.add(parameter, "parameter", name)
     for name, buffer in model.named_buffers():
         tracker.add(buffer, "buffer", name)
-
-
-def _host_random() -> tuple[Any, Any]:
-    """Returns where python's and numpy's random streams are."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state()[1].tobytes() if numpy is not None else None

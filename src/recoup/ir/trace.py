@@ -197,7 +197,8 @@ class Trace:
         num_rederived: saved tensors that will be rebuilt, those of replays included.
         copies: what offload moves, in order.
         notes: sentences for people about what was estimated.
-        draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
+        draws_on_host: numbers of 32 bits that the step draws of python's and of numpy's random stream, as layers that
+            are dropped do.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
         num_saved: tensors that autograd saves in calls of the model, its modules and their methods.
         method_calls: those outside of all calls.
@@ -218,7 +219,7 @@ class Trace:
     num_rederived: int = 0
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
-    draws_on_host: bool = False
+    draws_on_host: tuple[int, int] = (0, 0)
     optimizer_host_bytes: int = 0
     num_saved: int = 0
     method_calls: tuple[MethodCall, ...] = ()

@@ -89,7 +89,7 @@ def write_plan(
     modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
     paths = dict.fromkeys(p for d in candidate.decisions for p in d.paths)
     notes = list(simulator.trace.notes)
-    if simulator.trace.draws_on_host:
+    if any(simulator.trace.draws_on_host):
         notes.append(
             "the step draws from python's or numpy's random numbers (are layers dropped at random?): this plan is for "
             f"the largest of {simulator.num_draws} draws that were tried; a training step that draws more passes the "

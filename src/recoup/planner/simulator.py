@@ -10,8 +10,8 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from recoup import progress
-from recoup.capture.capture import capture
-from recoup.capture.draws import EXTREMES, SEEDED, Draw
+from recoup.capture.capture import capture, try_capture
+from recoup.capture.draws import EXTREMES, SEEDED, Draw, Words
 from recoup.capture.spec import StepSpec
 from recoup.capture.watched_step import FailedUnderPlan
 from recoup.cost.card_memory import CardEvents, CardMemory, CardNeed, CardSize, uses_cublas
@@ -234,21 +234,27 @@ class Simulator:
 
 def _largest_draw(spec: StepSpec) -> tuple[StepSpec, Trace, scan_bytes.ScanCounts, int]:
     """Returns the step under the random draw with the largest peak, its trace, its scans, and the number of draws."""
-
-    def drawn(draw: int) -> tuple[int, StepSpec, Trace, scan_bytes.ScanCounts]:
-        with scan_bytes.counting() as counts:
-            one = dataclasses.replace(spec, draw=draw)
-            trace = capture(one)
-        return max(trace.levels(), default=0), one, trace, counts
-
-    found = [drawn(spec.draw)]
-    if found[0][2].draws_on_host and found[0][2].source == "fake" and spec.draw == Draw.AS_IT_IS:
+    with scan_bytes.counting() as counts:
+        trace = capture(spec)
+    found = [(spec, trace, counts)]
+    if any(trace.draws_on_host) and trace.source == "fake" and spec.draw == Draw.AS_IT_IS:
         progress.advance("the step draws random numbers: trying more draws")
-        found += map(drawn, EXTREMES)
-        if len({peak_bytes for peak_bytes, *_ in found}) > 1:
-            found += map(drawn, SEEDED)
-    _, largest, trace, counts = max(found, key=lambda one: one[0])
+        words = Words(*trace.draws_on_host)
+        for draws in (EXTREMES, SEEDED):
+            for draw in draws:
+                one = dataclasses.replace(spec, draw=draw, draw_words=words)
+                with scan_bytes.counting() as counts:
+                    tried = try_capture(one)
+                if tried is not None:
+                    found.append((one, tried, counts))
+            if len({_highest(trace) for _, trace, _ in found}) == 1:
+                break
+    largest, trace, counts = max(found, key=lambda one: _highest(one[1]))
     return largest, trace, counts, len(found)
+
+
+def _highest(trace: Trace) -> int:
+    return max(trace.levels(), default=0)
 
 
 def _with_counts(priced: PricedTrace, counts: scan_bytes.ScanCounts) -> PricedTrace:
