@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import recoup
 from recoup.cost.model import FlopsCost
+from recoup.errors import OtherStepWarning
 from recoup.ir.plan import Plan
 from recoup.units import format_bytes
 from tests.models import Block
@@ -197,6 +198,74 @@ def test_another_precision_and_another_optimizer_are_said() -> None:
     adam = torch.optim.Adam(model.parameters())
     messages = _warned(lambda: [_step(model, _batch(), adam) for _ in range(3)] and None)
     assert len(messages) == 1 and "the optimizer holds" in messages[0] and "0 B planned" in messages[0]
+
+
+def test_a_model_that_is_planned_and_trained_in_eval_mode_is_watched() -> None:
+    """As one of `from_pretrained` is: a step of twice the batch took 1.9 of the budget without a word."""
+    model = Net().eval()
+    fitted = _planned(model)
+    assert _warned(lambda: [_step(model, _batch()) for _ in range(3)] and None) == []
+    (message,) = _warned(lambda: _step(model, _batch(2 * ROWS)))
+    assert "2 times the planned one's bytes" in message
+    fitted.applied.remove()
+    fitted = _planned(model.train())
+    model.eval()
+    assert _warned(lambda: _step(model, _batch(2 * ROWS))) == [], "an evaluation"
+    fitted.applied.remove()
+
+
+class _Attends(nn.Module):
+    """An attention whose scores are the largest products of the step, and float32 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(x).chunk(3, -1)
+        with torch.autocast("cpu", enabled=False):
+            scores = (q.float() @ k.float().transpose(-1, -2)).softmax(-1)
+            mixed = scores @ v.float()
+        return self.out(mixed.to(q.dtype))
+
+
+def test_a_precision_is_that_of_modules_whatever_an_attention_computes_in() -> None:
+    model, batch = nn.Sequential(nn.Linear(16, 16), _Attends(), nn.Linear(16, 16)), torch.randn(2, 256, 16)
+    fitted = recoup.fit(model, batch, budget="min", loss=_loss, autocast=torch.bfloat16, timed=False)
+    assert fitted.plan.predicted.precision == "bfloat16"
+
+    def steps() -> None:
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(batch)
+            loss = _loss(output, batch)
+            del output
+            loss.backward()
+            model.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps()
+    assert not [w for w in caught if isinstance(w.message, (recoup.OverBudgetWarning, OtherStepWarning))]
+
+
+def test_rows_that_are_longer_are_said_of_a_batch_of_as_many_bytes() -> None:
+    """Batches of as many tokens: what runs again takes the square of their length."""
+    model, loss = nn.Sequential(nn.Linear(16, 16), _Attends(), nn.Linear(16, 16)), _loss
+    recoup.fit(model, torch.randn(8, 64, 16), budget="min", loss=loss, timed=False)
+
+    def said(shape: tuple[int, ...]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss(model(torch.randn(shape)), None).backward()
+            model.zero_grad()
+        kinds = recoup.OverBudgetWarning, OtherStepWarning
+        return [str(w.message) for w in caught if isinstance(w.message, kinds)]
+
+    assert [said((8, 64, 16)) for _ in range(5)] == [[]] * 5
+    assert said((16, 32, 16)) == []
+    (message,) = said((2, 256, 16))
+    assert "its batch has a dimension of 256, the planned one 64 at most" in message
 
 
 @pytest.mark.parametrize("room", [0, 1 << 30], ids=["tight", "ample"])

@@ -25,8 +25,6 @@ EXTREMES = (Draw.LOW, Draw.HIGH)
 SEEDED = range(3, 9)  # draws tried where the extremes differ, by seed
 _EXTREME_WORDS = {Draw.LOW: 0x00000FFF, Draw.HIGH: 0xFFFFF000}  # 1e-6 from 0 and from 1, of which logarithms are taken
 
-_STATE_WORDS = 624
-
 
 class Words(NamedTuple):
     """Numbers of 32 bits that a step draws of each stream; a number in [0, 1) takes two."""
@@ -52,7 +50,7 @@ class Streams(NamedTuple):
         if numpy is None:
             return cls((words, at), None)
         _, key, place, *_ = numpy.random.get_state()
-        return cls((words, at), (key.tobytes(), int(place)))
+        return cls((words, at), (key.tolist(), int(place)))
 
     def drawn_until(self, now: Streams) -> Words:
         """Returns how many numbers were drawn since, up to the second time that a state was used up."""
@@ -60,7 +58,7 @@ class Streams(NamedTuple):
         def count(before: tuple[Any, int] | None, after: tuple[Any, int] | None) -> int:
             if before is None or after is None:
                 return 0
-            return after[1] - before[1] + (_STATE_WORDS if before[0] != after[0] else 0)
+            return after[1] - before[1] + (len(before[0]) if before[0] != after[0] else 0)
 
         return Words(count(self.python, now.python), count(self.numpy, now.numpy))
 
@@ -78,7 +76,7 @@ def draw_from(draw: int, num: Words = NO_WORDS) -> None:
         found: list[int]
         *found, _ = random.Random(draw).getstate()[1]  # of either stream: both are Mersenne twisters
         if draw in EXTREMES:
-            num_extreme = min(num_extreme, _STATE_WORDS // 2)
+            num_extreme = min(num_extreme, len(found) // 2)
             found[:num_extreme] = [_before_tempering(_EXTREME_WORDS[Draw(draw)])] * num_extreme
         return found
 

@@ -14,6 +14,7 @@ from recoup._pytree import iterate_tensors
 from recoup.capture.method_calls import Method, MethodFinder, NotedMethod
 from recoup.capture.tracker import Tracker
 from recoup.runtime import execution_context
+from recoup.runtime.saved_counter import precision_of
 from recoup.runtime.tile.loss.lazy_logits import is_lazy
 
 
@@ -73,6 +74,7 @@ class CallRecorder:
         self._counts: dict[str, int] = {}
         self._removers: list[Any] = []
         self.watcher: Callable[[str, int], None] | None = None
+        self.precisions: dict[str, None] = {}
 
     def __enter__(self) -> CallRecorder:
         for path, module in self._model.named_modules():
@@ -140,6 +142,8 @@ class CallRecorder:
             return
         if not self._stack:
             self.look_outside()
+        if precision := precision_of(module):
+            self.precisions[precision] = None
         tracker = self._tracker
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1

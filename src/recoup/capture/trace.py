@@ -61,6 +61,7 @@ def build_trace(
         reason=reason,
         notes=notes,
         draws_on_host=tracker.draws_on_host,
+        precisions=tuple(recorder.precisions),
         num_saved=sum(
             call >= 0 or any(c.first_op <= at <= c.last_op for c in recorder.method_calls)
             for at, call in tracker.save_ops

@@ -46,7 +46,9 @@ class Prediction:
         optimizer_bytes: of the optimizer's state there.
         gradient_bytes: of gradients that are there when forward begins (accumulation).
         is_later_step: whether that step is not the first: what earlier ones leave (caches, a memory) has it run others.
-        precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
+        longest_dim: the largest dimension of that batch's tensors, 0 likewise.
+        precision: the dtype that its largest product computes in ("bfloat16" under such an autocast), of those that
+            modules with weights compute in.
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU.
         resumed_card_bytes: the same where the optimizer's state is there before the first step, if that takes more.
@@ -77,6 +79,7 @@ class Prediction:
     forward_saved_bytes: int = 0
     held_bytes: int = 0
     batch_bytes: int = 0
+    longest_dim: int = 0
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
     precision: str = ""

@@ -199,6 +199,7 @@ class Trace:
         notes: sentences for people about what was estimated.
         draws_on_host: numbers of 32 bits that the step draws of python's and of numpy's random stream, as layers that
             are dropped do.
+        precisions: dtypes that modules with weights compute in.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
         num_saved: tensors that autograd saves in calls of the model, its modules and their methods.
         method_calls: those outside of all calls.
@@ -220,6 +221,7 @@ class Trace:
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
     draws_on_host: tuple[int, int] = (0, 0)
+    precisions: tuple[str, ...] = ()
     optimizer_host_bytes: int = 0
     num_saved: int = 0
     method_calls: tuple[MethodCall, ...] = ()

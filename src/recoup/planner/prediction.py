@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from recoup._pytree import iterate_tensors
 from recoup.cost.card_memory import CardSize, uses_cudnn
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Tile, TileModule
@@ -44,6 +45,7 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: CardSize | N
         batch_bytes=_model_input_bytes(simulator),
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
         gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),
+        longest_dim=_longest_dim(simulator),
         precision=_precision(simulator.trace),
         is_later_step=simulator.spec.carried.differs,
         card_bytes=card.fresh_bytes if card else 0,
@@ -60,11 +62,22 @@ def _model_input_bytes(simulator: Simulator) -> int:
     return sum(s.nbytes for s in simulator.trace.storages if s.category == "batch")
 
 
+def _longest_dim(simulator: Simulator) -> int:
+    """Returns the largest dimension of the model's inputs; 0 if the user's own step function makes them."""
+    if simulator.spec.objective.step is not None:
+        return 0
+    return max((max(t.shape, default=0) for t in iterate_tensors(simulator.spec.batch)), default=0)
+
+
 def _precision(trace: Trace) -> str:
-    """Returns the dtype of the inputs of the op with the most FLOPs, "" if no op has any."""
+    """Returns the dtype of the inputs of the op with the most FLOPs, "" if no op has any.
+
+    An attention may compute in another one than the modules around it, whose dtypes are what the watch sees.
+    """
     most = max(trace.signatures, key=lambda s: s.flops, default=None)
     specs = [a for a in most.args if isinstance(a, TensorSpec)] if most is not None and most.flops else []
-    return specs[0].dtype if specs else ""
+    of_most = specs[0].dtype if specs else ""
+    return of_most if of_most in trace.precisions else next(iter(trace.precisions), of_most)
 
 
 def write_plan(

@@ -12,6 +12,16 @@ from torch import nn
 from recoup.runtime.rebuild.kept import Simple, kept_simply
 
 
+def precision_of(module: nn.Module) -> str:
+    """Returns the dtype that a module with floating weights of its own computes in now; "" for any other."""
+    weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+    if weight is None:
+        return ""
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return str(dtype).removeprefix("torch.")
+
+
 class SavedCounter:
     """Counts the storages that autograd and the engine keep in one forward, each once, while they are alive."""
 
@@ -46,8 +56,6 @@ class SavedCounter:
 
     def note_precision(self, module: nn.Module, args: Any) -> None:
         """Pre-forward hook of every module: notes the dtype in which modules with floating weights compute."""
-        weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-        if weight is not None:
-            kind = weight.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-            self.precisions[str(dtype).removeprefix("torch.")] = None
+        precision = precision_of(module)
+        if precision:
+            self.precisions[precision] = None

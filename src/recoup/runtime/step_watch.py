@@ -14,7 +14,6 @@ backward that is itself differentiated (`create_graph`) are not counted.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -34,42 +33,10 @@ from recoup.runtime.offload.optimizer_state import state_on_device
 from recoup.runtime.rebuild.kept import unpacked
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.saved_counter import SavedCounter
+from recoup.runtime.seen_step import Alive, Graph, Sight
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sight:
-    """Sizes of a step, in bytes, as seen when its forward begins."""
-
-    batch: int
-    gradients: int
-    state: int
-    thawed: int
-    precision: str
-
-    def covers(self, other: _Sight) -> bool:
-        """Whether a step like `other` takes no more than one like this, as far as these sizes tell."""
-        pairs = zip(dataclasses.astuple(self)[:-1], dataclasses.astuple(other)[:-1], strict=True)
-        return self.precision == other.precision and all(own >= others for own, others in pairs)
-
-
-class _Graph:
-    """Saved tensors of one forward; `alive` is freed with them.
-
-    Attributes:
-        saved_bytes: bytes that autograd keeps, estimated from those of the last forward that was counted if this one
-            was not; 0 once a backward has freed them.
-    """
-
-    def __init__(self, saved_bytes: int) -> None:
-        self.saved_bytes = saved_bytes
-        self.alive: weakref.ref[_Alive] | None = None
-
-
-class _Alive:
-    """Object that a node of a graph holds, so that its end shows the graph's."""
 
 
 class StepWatch:
@@ -84,6 +51,7 @@ class StepWatch:
         self.plan = plan
         self.peak_bytes = 0
         self.num_looked_at = 0
+        self._trains = model.training
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._parameters = {id(p) for p in model.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -94,14 +62,15 @@ class StepWatch:
         self._glances: set[Any] = set()  # glances of steps that take no more than one that was counted
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_steps = 0
-        self._seen: list[_Sight] = []
-        self._sight: _Sight | None = None
+        self._seen: list[Sight] = []
+        self._sight: Sight | None = None
         self._counting: contextlib.ExitStack | None = None
         self._is_step = False  # whether a forward runs that is looked at, if only at a glance
+        self._longest_dim = 0
         self._batch_bytes = self._saved_bytes = 0  # of this forward, and of the last that was counted
         self._saved_of = 1  # bytes of that one's batch
         self._counter = SavedCounter(())
-        self._graphs: list[_Graph] = []
+        self._graphs: list[Graph] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._said_differs = False
         # Numbers of nodes that forwards have made: of those that were counted, and of others, which are looked out for.
@@ -130,7 +99,9 @@ class StepWatch:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Pre-forward hook of the model."""
-        if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
+        if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled():
+            return
+        if self._trains and not model.training:  # an evaluation, unless the plan is of a model in that mode
             return
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
@@ -147,6 +118,7 @@ class StepWatch:
             return
         batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
         self._batch_bytes = sum(t.numel() * t.element_size() for t in batch)
+        self._longest_dim = max((max(t.shape, default=0) for t in batch if not t.is_nested), default=0)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
         glance = self._glance()
@@ -154,8 +126,9 @@ class StepWatch:
         is_wanted = not number & (number - 1) or has_others or bool(self._wanted)
         if glance in self._glances and not is_wanted:
             return
-        sight = _Sight(
+        sight = Sight(
             batch=self._batch_bytes,
+            longest=self._longest_dim,
             gradients=sum(g.nbytes for p in model.parameters() if p.is_leaf and (g := p.grad) is not None),
             state=self._state_bytes(),
             thawed=sum(p.nbytes for p in self._thawed()),
@@ -182,7 +155,7 @@ class StepWatch:
         signs = [p.is_leaf and p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
         states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return self._batch_bytes, *signs, *states, autocast, len(self._thawed())
+        return self._batch_bytes, self._longest_dim, *signs, *states, autocast, len(self._thawed())
 
     def _thawed(self) -> list[torch.Tensor]:
         """Returns the parameters that train and were frozen when the plan was put in place."""
@@ -207,7 +180,7 @@ class StepWatch:
         self._note_kind(_torch.next_node_number() - self._first_node, counted=counted)
         if counted:
             self._saved_bytes, self._saved_of = self._counter.total_bytes, max(self._batch_bytes, 1)
-        graph, alive = _Graph(self._saved_bytes * max(self._batch_bytes, 1) // self._saved_of), _Alive()
+        graph, alive = Graph(self._saved_bytes * max(self._batch_bytes, 1) // self._saved_of), Alive()
         graph.alive = weakref.ref(alive)
         self._graphs = [g for g in self._graphs if g.alive is not None and g.alive() is not None and g.saved_bytes]
         self._graphs.append(graph)
@@ -295,13 +268,15 @@ class StepWatch:
                 f"{format_bytes(held_bytes)} of outputs are held during backward (the logits): let go of them first",
             )
 
-    def _why_more(self, sight: _Sight) -> str:
+    def _why_more(self, sight: Sight) -> str:
         """Returns the likely cause of more saved bytes than planned, in words."""
         planned = self.plan.predicted
         if len(self._graphs) > 1:
             return f"the model ran {len(self._graphs)} times before backward, which a plan counts once"
         if planned.batch_bytes and sight.batch > planned.batch_bytes:
             return f"its batch has {sight.batch / planned.batch_bytes:.3g} times the planned one's bytes"
+        if 0 < planned.longest_dim < sight.longest:
+            return f"its batch has a dimension of {sight.longest}, the planned one {planned.longest_dim} at most"
         if self._other_precision:
             return f"it ran in {self._other_precision}, and {planned.precision} was planned"
         frozen = sum((p := ref()) is not None and not p.requires_grad for ref in self._trained)
@@ -314,21 +289,26 @@ class StepWatch:
         planned, sight = self.plan.predicted, self._sight
         if self._said_differs or sight is None:
             return
-        found = []
+        found, is_larger = [], False
         if self._other_precision:
             found.append(f"it computes in {self._other_precision}, planned was {planned.precision} (`autocast=`)")
         if planned.batch_bytes and sight.batch > planned.batch_bytes:
             found.append(f"its batch has {format_bytes(sight.batch)}, planned were {format_bytes(planned.batch_bytes)}")
+            is_larger = True
+        elif 0 < planned.longest_dim < sight.longest:
+            found.append(f"its batch has a dimension of {sight.longest}, the planned one {planned.longest_dim} at most")
+            is_larger = True
         if sight.state > planned.optimizer_bytes * (1 + SAME_SHARE):
             held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
             found.append(f"its optimizer holds {held}, planned were {expected} (`optimizer=`)")
         thawed = self._thawed()
         if thawed:
             found.append(_words(thawed))
+            is_larger = True
         if found:
             self._said_differs = True
             fits = "seems to fit; a plan of this step may be faster"
-            if thawed or (planned.batch_bytes and sight.batch > planned.batch_bytes):
+            if is_larger:
                 fits = "may take more than was planned; make a plan again"
             warnings.warn(
                 f"This training step of {self.plan.model_class} is not the one that was planned: {'; '.join(found)}. "
