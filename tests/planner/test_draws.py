@@ -131,3 +131,15 @@ def test_numbers_that_a_stream_has_left_are_seen() -> None:
     for _ in range(400):  # past the end of the state
         random.random()
     assert before.drawn_until(Streams.now()).python == 800
+
+
+def test_another_stream_of_numpys_is_left_alone() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(7))
+    try:
+        assert Streams.now().numpy is None
+        noted = np.random.get_state(legacy=False)
+        draw_from(Draw.LOW, Words(4, 4))
+        assert np.random.get_state(legacy=False) == noted
+    finally:
+        np.random.set_bit_generator(before)

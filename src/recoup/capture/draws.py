@@ -37,7 +37,7 @@ NO_WORDS = Words()
 
 
 class Streams(NamedTuple):
-    """Where the streams are: the twister's state and the place in it, of python's and of numpy's."""
+    """Where the streams are: the twister's state and the place in it, of python's and of numpy's if that is one."""
 
     python: tuple[Any, int]
     numpy: tuple[Any, int] | None
@@ -46,11 +46,8 @@ class Streams(NamedTuple):
     def now(cls) -> Streams:
         """Returns where they are."""
         *words, at = random.getstate()[1]
-        numpy = sys.modules.get("numpy")
-        if numpy is None:
-            return cls((words, at), None)
-        _, key, place, *_ = numpy.random.get_state()
-        return cls((words, at), (key.tolist(), int(place)))
+        found = _state_of_numpy()
+        return cls((words, at), None if found is None else (found["key"].tolist(), int(found["pos"])))
 
     def drawn_until(self, now: Streams) -> Words:
         """Returns how many numbers were drawn since, up to the second time that a state was used up."""
@@ -81,9 +78,16 @@ def draw_from(draw: int, num: Words = NO_WORDS) -> None:
         return found
 
     random.setstate((3, (*words(num.python), 0), None))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if _state_of_numpy() is not None:
+        numpy = sys.modules["numpy"]
         numpy.random.set_state(("MT19937", numpy.array(words(num.numpy), dtype=numpy.uint32), 0))
+
+
+def _state_of_numpy() -> dict[str, Any] | None:
+    """Returns the state of numpy's global stream; None without numpy, or with another kind of stream."""
+    numpy = sys.modules.get("numpy")
+    found = {} if numpy is None else numpy.random.get_state(legacy=False)
+    return found["state"] if found.get("bit_generator") == "MT19937" else None
 
 
 def _before_tempering(number: int) -> int:
