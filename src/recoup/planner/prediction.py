@@ -16,6 +16,7 @@ from recoup.planner.incumbents import Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.tile import is_tiled
 from recoup.runtime.kv_cache import caching_paths
+from recoup.runtime.seen_step import longest_dim
 from recoup.units import format_bytes
 
 
@@ -66,7 +67,7 @@ def _longest_dim(simulator: Simulator) -> int:
     """Returns the largest dimension of the model's inputs; 0 if the user's own step function makes them."""
     if simulator.spec.objective.step is not None:
         return 0
-    return max((max(t.shape, default=0) for t in iterate_tensors(simulator.spec.batch)), default=0)
+    return longest_dim(iterate_tensors(simulator.spec.batch))
 
 
 def _precision(trace: Trace) -> str:

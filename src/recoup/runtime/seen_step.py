@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Iterable
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +24,11 @@ class Sight:
         """Whether a step like `other` takes no more than one like this, as far as these sizes tell."""
         pairs = zip(dataclasses.astuple(self)[:-1], dataclasses.astuple(other)[:-1], strict=True)
         return self.precision == other.precision and all(own >= others for own, others in pairs)
+
+
+def longest_dim(batch: Iterable[torch.Tensor]) -> int:
+    """Returns the largest dimension of a batch's tensors; nested ones, which have no single size, are left out."""
+    return max((max(t.shape, default=0) for t in batch if not t.is_nested), default=0)
 
 
 class Graph:

@@ -33,7 +33,7 @@ from recoup.runtime.offload.optimizer_state import state_on_device
 from recoup.runtime.rebuild.kept import unpacked
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.saved_counter import SavedCounter
-from recoup.runtime.seen_step import Alive, Graph, Sight
+from recoup.runtime.seen_step import Alive, Graph, Sight, longest_dim
 from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
@@ -118,7 +118,7 @@ class StepWatch:
             return
         batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
         self._batch_bytes = sum(t.numel() * t.element_size() for t in batch)
-        self._longest_dim = max((max(t.shape, default=0) for t in batch if not t.is_nested), default=0)
+        self._longest_dim = longest_dim(batch)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
         glance = self._glance()
